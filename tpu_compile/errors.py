@@ -13,6 +13,8 @@
     ├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
     ├── MissingDependency             an optional package is not installed; the message holds the pip line
     └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
+
+    CacheWarning                      (UserWarning) a cache fault that cost a recompile; once for each kind and process
 """
 
 from __future__ import annotations
@@ -92,6 +94,10 @@ class BadCall(DeviceError):
 
 class CacheError(TpuCompileError):
     """The cache directory or an entry cannot be used. A compile treats it as a miss; only the cache commands show it."""
+
+
+class CacheWarning(UserWarning):
+    """The cache could not be read or written; the program was, or will be, compiled instead."""
 
 
 class MissingDependency(TpuCompileError):
