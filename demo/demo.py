@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 through torch.compile(backend="tpu"), against eager: with an empty cache, then again in a new process.
+"""all-MiniLM-L6-v2 through torch.compile(backend="tpu") against eager: with an empty cache, then again from it.
 
     make demo        or        python demo/demo.py [--backend tpu]
 

@@ -1,4 +1,4 @@
-"""What every test gets: a cache of its own, zeroed counters, a Dynamo without memory; `run_python` for new processes."""
+"""What every test gets: its own cache, zeroed counters, a Dynamo without memory; `run_python` for new processes."""
 
 from __future__ import annotations
 
