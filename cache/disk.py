@@ -109,7 +109,7 @@ class Folder:
         _remove(self.path(digest))
 
     def scan(self) -> list[FileInfo]:
-        """Every file under a digest's name, least recently used first. A time in the future becomes now: a clock jumped."""
+        """Every file under a digest's name, least recently used first. Times in the future become now."""
         now = time.time()
         found = [info for item in self._listing() if (info := _file_info(item, now)) is not None]
         return sorted(found, key=lambda info: info.used)

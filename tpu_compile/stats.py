@@ -1,8 +1,12 @@
 """Counters: what happened, as a flat dict of numbers. They are the evidence (tests assert on them); logs are not.
 
-Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``fallback_ops`` ``memory_hits`` ``disk_hits`` ``disk_misses``
-``disk_puts`` ``cache_faults`` ``h2d_bytes`` ``d2h_bytes`` ``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir`` ``ops_eager``.
-Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``.
+Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``fallback_ops`` ``memory_hits`` ``disk_hits``
+``disk_misses`` ``disk_puts`` ``disk_waits`` ``disk_evictions`` ``remote_hits`` ``remote_misses`` ``remote_puts``
+``cache_faults`` ``h2d_bytes`` ``d2h_bytes`` ``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir`` ``ops_eager``.
+Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``, and ``saved_seconds``: compiling that
+cache hits made unnecessary.
+
+Events say the same one at a time, to whoever listens (``on_event``); their names are JAX's where JAX has the event.
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 _COUNTS = (
-    "graphs nodes lowerings xla_compiles executions fallback_ops memory_hits disk_hits disk_misses disk_puts cache_faults "
+    "graphs nodes lowerings xla_compiles executions fallback_ops memory_hits disk_hits disk_misses disk_puts "
+    "disk_waits disk_evictions remote_hits remote_misses remote_puts cache_faults "
     "h2d_bytes d2h_bytes copied_arguments ops_native ops_jnp ops_torch_mlir ops_eager"
 ).split()
-_SECONDS = "lowering_seconds xla_seconds load_seconds cache_seconds".split()
+_SECONDS = "lowering_seconds xla_seconds load_seconds cache_seconds saved_seconds".split()
 
 
 def _zero() -> dict[str, float]:
@@ -53,3 +59,23 @@ def reset_stats() -> None:
     """Set every counter to zero."""
     with _lock:
         counters.update(_zero())
+
+
+Listener = Callable[[str, dict[str, Any]], None]
+_listeners: list[Listener] = []
+
+
+def on_event(listener: Listener) -> Callable[[], None]:
+    """Call ``listener(name, details)`` at every event, in the thread where it happens; the result ends that.
+
+    ``compilation_cache/cache_hits``, ``…/cache_misses``, ``…/cache_puts`` with ``key`` and ``program``; hits also with
+    ``compile_time_saved_sec``; ``…/cache_faults`` with ``kind`` and ``message``.
+    """
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def event(name: str, **details: Any) -> None:
+    """Tell the listeners. What a listener raises reaches whoever caused the event."""
+    for listener in tuple(_listeners):
+        listener(name, details)
