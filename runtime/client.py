@@ -1,0 +1,320 @@
+"""The PJRT client: compiles and loads programs, and moves tensors in and out of its memory.
+
+jaxlib's usual ways of making an array (DLPack import, ``disassemble_into_single_device_arrays``) give each array an
+abstract value of JAX's, and so import all of jax: most of a second at the first call. Arrays here come from
+``batched_device_put`` and from result handlers, with a sharding and an abstract value of our own, which nothing reads.
+A test asserts that a compile and a call leave jax unimported.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from jaxlib import _jax  # type: ignore[attr-defined]
+from jaxlib import xla_client as xc
+from torch.utils import dlpack
+
+from tpu_compile.config import config, environment
+from tpu_compile.errors import BadCall, CompilationFailed, ConfigError, DeviceError, OutOfMemory
+from tpu_compile.runtime import keys, plugin, status
+from tpu_compile.runtime.executable import Buffer, Executable
+from tpu_compile.runtime.options import CompileOptions
+from tpu_compile.stats import counters
+
+_device_put = xc.batched_device_put
+_block = xc.batched_block_until_ready
+_export = _jax.buffer_to_dlpack_managed_tensor
+_to_numpy = xc.ArrayImpl._single_device_array_to_np_array_did_copy
+_ZERO_COPY = xc.HostBufferSemantics.ZERO_COPY
+_DURING_CALL = xc.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
+_ALIGNMENT = 64
+"""Bytes; PJRT copies what is aligned to less."""
+
+_AVAL = SimpleNamespace(shape=(), dtype=np.dtype(np.float32), weak_type=False)
+"""Every buffer's abstract value. PJRT has the real type; jaxlib only carries this one along."""
+
+_FOREIGN: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
+    dtype: (torch.int16 if dtype.itemsize == 2 else torch.uint8, np.dtype(getattr(ml_dtypes, name)))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if (dtype := getattr(torch, name))
+}
+"""Dtypes that torch does not hand to numpy itself: the integer that holds their bits, and numpy's name for them."""
+_FROM_NUMPY = {numpy: (bits, dtype) for dtype, (bits, numpy) in _FOREIGN.items()}
+
+_PINNED = {
+    "cpu": {"xla_cpu_enable_fast_math": False, "xla_cpu_enable_fast_min_max": False},
+    "cuda": {"xla_gpu_enable_fast_min_max": False},
+    "tpu": {},
+}
+"""Options that keep NaN and infinity as torch has them, whatever XLA's defaults become. XLA_FLAGS may still name them."""
+
+
+class _OneDevice(xc.SingleDeviceSharding):  # type: ignore[misc]
+    """The sharding of everything here, with the two members that ``batched_device_put`` asks jax's own class for."""
+
+    memory_kind = None
+
+    def _to_xla_hlo_sharding(self, ndim: int) -> Any:
+        return xc.HloSharding.replicate()
+
+
+class Client:
+    """One device of one platform.
+
+    Attributes:
+        platform: ``cpu``, ``tpu``, ``cuda`` or what a plugin calls itself.
+        family: ``cpu``, ``tpu`` or ``cuda``: all that a lowering may know of the device.
+        device_kind: the device's model, such as ``TPU v5 lite``.
+        host_memory: buffers live in the host's memory, so that tensors cross without a copy.
+        device: jaxlib's device.
+    """
+
+    def __init__(self, raw: Any, identity: Mapping[str, str]) -> None:
+        self._raw = raw
+        self._identity = dict(identity)
+        self.device = raw.local_devices()[0]
+        self.platform: str = raw.platform
+        self.family = {"gpu": "cuda", "rocm": "cuda"}.get(self.platform, self.platform)
+        self.device_kind: str = self.device.device_kind
+        self.host_memory = self.family == "cpu"
+        self._devices = xc.DeviceList((self.device,))
+        self._device_list = [self.device]
+        self._sharding = _OneDevice(self.device)
+        self._result_handler = xc.array_result_handler(_AVAL, self._sharding, True, True)
+
+    def __repr__(self) -> str:
+        return f"Client({self.platform}, {self.device_kind})"
+
+    # Programs
+
+    def compile(self, bytecode: bytes, name: str, options: CompileOptions) -> Executable:
+        """Compile and load a StableHLO program given as MLIR bytecode (or MLIR text).
+
+        Raises:
+            OutOfMemory: the program does not fit the device.
+            ConfigError: an XLA option that does not exist, or a value that it cannot take.
+            CompilationFailed: XLA rejected the program; its ``dump`` holds the program and the whole message.
+        """
+        try:
+            loaded = self._raw.compile_and_load(bytecode, self._devices, self.compile_options(options))
+        except (RuntimeError, ValueError) as error:
+            raise compile_error(error, bytecode, name, options) from error
+        return Executable(name, loaded, self._result_handler)
+
+    def load(self, blob: bytes, name: str, options: CompileOptions) -> Executable:
+        """Load what ``Executable.serialize`` gave.
+
+        Raises:
+            DeviceError: the bytes are not a program for this device.
+        """
+        try:
+            loaded = self._raw.deserialize_executable(blob, self._devices, self.compile_options(options))
+        except (RuntimeError, ValueError) as error:
+            raise status.device_error(error, f"{name} cannot be loaded from its serialized form") from error
+        return Executable(name, loaded, self._result_handler)
+
+    def compile_options(self, options: CompileOptions) -> Any:
+        """jaxlib's CompileOptions for this device."""
+        return xla_compile_options(options, self.family, [[self.device.id]])
+
+    def key_parts(self, options: CompileOptions) -> dict[str, str]:
+        """Everything besides the program that decides the binary, each with a label."""
+        return {
+            **self._identity,
+            "platform": self.platform,
+            "platform_version": self._raw.platform_version,
+            "device_kind": self.device_kind,
+            "device_assignment": f"[[{self.device.id}]] of {self._raw.device_count()}",
+            **toolchain_parts(),
+            **({"host_cpu": keys.host_cpu()} if self.family == "cpu" else {}),
+            **options.key_parts(),
+        }
+
+    # Tensors
+
+    def put(self, t: torch.Tensor) -> Buffer:
+        """A copy of a CPU tensor on the device. The tensor may be overwritten at once.
+
+        Raises:
+            BadCall: the tensor is not dense and on the CPU, or has a dtype that PJRT lacks.
+            OutOfMemory: it does not fit.
+        """
+        if t.is_conj() or t.is_neg():
+            t = t.resolve_conj().resolve_neg()
+        counters["h2d_bytes"] += t.nbytes
+        return self._place(t, True, _DURING_CALL)
+
+    def share(self, t: torch.Tensor) -> Buffer:
+        """The memory of a CPU tensor as a buffer; copied only if it is not row-major and 64-byte aligned in host memory.
+
+        The buffer keeps the memory alive. A program reads it while it runs: overwriting the tensor changes its results.
+        """
+        if self.host_memory and not t.data_ptr() % _ALIGNMENT and t.is_contiguous() and not t.is_conj() and not t.is_neg():
+            return self._place(t, False, _ZERO_COPY)
+        return self.put(t)
+
+    def _place(self, t: torch.Tensor, copy: bool, semantics: Any) -> Buffer:
+        try:
+            return _device_put(_AVAL, self._sharding, [_as_numpy(t)], self._device_list, True, copy, semantics, True)
+        except (TypeError, ValueError) as error:
+            raise BadCall(f"{_describe(t)} cannot become a buffer: {error}") from error
+        except RuntimeError as error:
+            raise status.device_error(error, f"{_describe(t)} cannot be put on {self.platform}") from error
+
+    def fetch(self, buffer: Buffer) -> torch.Tensor:
+        """A buffer as a CPU tensor, once it is computed: its own memory if that is the host's, else a copy.
+
+        Raises:
+            DeviceError: the program that makes the buffer failed, or the buffer was donated.
+        """
+        try:
+            if self.host_memory:
+                return dlpack.from_dlpack(_export(buffer, None))
+            return _copy_to_host(buffer)
+        except (RuntimeError, ValueError) as error:
+            raise status.device_error(error, "A result cannot be fetched") from error
+
+    def ready(self, buffers: Sequence[Buffer]) -> None:
+        """Wait until all buffers are computed.
+
+        Raises:
+            DeviceError: a program that makes one of them failed.
+        """
+        try:
+            _block(buffers)
+        except (RuntimeError, ValueError) as error:
+            raise status.device_error(error, "A program failed while it ran") from error
+
+
+def _describe(t: torch.Tensor) -> str:
+    return f"A {t.dtype} tensor of shape {tuple(t.shape)} on {t.device}"
+
+
+def _as_numpy(t: torch.Tensor) -> np.ndarray[Any, Any]:
+    if t.requires_grad:
+        t = t.detach()
+    foreign = _FOREIGN.get(t.dtype)
+    return t.numpy() if foreign is None else t.view(foreign[0]).numpy().view(foreign[1])
+
+
+def _copy_to_host(buffer: Buffer) -> torch.Tensor:
+    array, _ = _to_numpy(buffer)
+    counters["d2h_bytes"] += array.nbytes
+    # jaxlib keeps the array it returns, read-only: the caller gets memory of his own.
+    foreign = _FROM_NUMPY.get(array.dtype)
+    if foreign is None:
+        return torch.from_numpy(array.copy())
+    bits, dtype = foreign
+    return torch.from_numpy(array.view(np.int16 if bits is torch.int16 else np.uint8).copy()).view(dtype)
+
+
+# Compile options
+
+
+def xla_compile_options(options: CompileOptions, family: str, assignment: list[list[int]]) -> Any:
+    """jaxlib's CompileOptions. ``assignment``: device ids, [replica][partition]."""
+    result = xc.CompileOptions()
+    result.num_replicas, result.num_partitions = options.num_replicas, options.num_partitions
+    result.device_assignment = xc.DeviceAssignment.create(np.array(assignment, dtype=np.int32))
+    build = result.executable_build_options
+    build.num_replicas, build.num_partitions = options.num_replicas, options.num_partitions
+    if options.optimization_level >= 0:
+        build.optimization_level = options.optimization_level
+    named = keys.flags(environment("XLA_FLAGS"))
+    pinned = {name: value for name, value in _PINNED.get(family, {}).items() if name not in named}
+    given = {name: _option_value(text) for name, text in options.xla_options}
+    overrides = {"xla_allow_excess_precision": options.excess_precision, **pinned, **given}
+    result.env_option_overrides = list(overrides.items())
+    return result
+
+
+def _option_value(text: str) -> bool | str:
+    """XLA parses numbers out of text itself, but takes a truth value only as one."""
+    return {"true": True, "false": False}.get(text.strip().lower(), text)
+
+
+@cache
+def toolchain_parts() -> dict[str, str]:
+    """Compiler versions and the flags that the environment gives them."""
+    return {
+        "jaxlib": version("jaxlib"),
+        "xla_flags": keys.flags_part("XLA_FLAGS"),
+        "libtpu_init_args": keys.flags_part("LIBTPU_INIT_ARGS"),
+    }
+
+
+# Errors
+
+
+def compile_error(error: Exception, bytecode: bytes, name: str, options: CompileOptions) -> DeviceError | ConfigError:
+    """The error of a failed compile. Keeps the program and the message in a folder, unless an option is to blame."""
+    message = str(error)
+    if "No such compile option" in message or "While setting option" in message:
+        return ConfigError(f"xla_options={dict(options.xla_options)}: {status.excerpt(message)}")
+    where = status.source_line(message)
+    folder = _dump(bytecode, message, name)
+    what = f"XLA could not compile {name}{f' ({where})' if where else ''}"
+    text = f"{what}: {status.excerpt(message)}\nThe program and the message: {folder}"
+    code = status.code(message)
+    return OutOfMemory(text, code) if code == "RESOURCE_EXHAUSTED" else CompilationFailed(text, code, folder)
+
+
+def _dump(bytecode: bytes, message: str, name: str) -> str:
+    parent = config.dump_to or None
+    if parent:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+    readable = "".join(c if c.isalnum() else "_" for c in name)[:60]
+    folder = Path(tempfile.mkdtemp(prefix=f"tpu_compile-{readable}-", dir=parent))
+    (folder / ("program.mlirbc" if bytecode[:4] == b"ML\xefR" else "program.mlir")).write_bytes(bytecode)
+    (folder / "error.txt").write_text(message)
+    return str(folder)
+
+
+# The process's clients
+
+
+class _Runtime:
+    """The clients this process has opened."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, tuple[tuple[str, str], ...]], Client] = {}
+
+    def open(self, platform: str, options: Mapping[str, str]) -> Client:
+        key = (platform or plugin.default_platform(), tuple(sorted(options.items())))
+        with self._lock:
+            if key not in self._clients:
+                self._clients[key] = _open(key[0], options)
+            return self._clients[key]
+
+
+_runtime = _Runtime()
+
+
+def open_client(platform: str, plugin_options: Mapping[str, str]) -> Client:
+    """See ``tpu_compile.runtime.open_client``."""
+    return _runtime.open(platform, plugin_options)
+
+
+def _open(platform: str, options: Mapping[str, str]) -> Client:
+    if platform != "cpu":
+        return Client(*plugin.open_plugin(platform, options))
+    if options:
+        raise ConfigError(f"The embedded CPU client takes no plugin options, got {', '.join(options)}")
+    return Client(xc.make_cpu_client(), {"plugin": "embedded"})
+
+
+def register_custom_call(name: str, function: Any, api_version: int) -> None:
+    """Register a handler with the CPU client, now or when one is opened, unless it is registered."""
+    if name not in xc.custom_call_targets("Host"):
+        xc.register_custom_call_target(name, function, "cpu", api_version)

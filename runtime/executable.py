@@ -1,0 +1,87 @@
+"""A compiled program on a device: run it, ask what it costs, turn it into bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from tpu_compile.runtime import status
+
+Buffer: TypeAlias = Any
+"""An array on the device (jaxlib's ArrayImpl). Opaque: make it, pass it, fetch it."""
+
+
+@dataclass(frozen=True)
+class MemoryAnalysis:
+    """Bytes that a program needs on its device, by purpose. The names are JAX's."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    temp_size_in_bytes: int
+    alias_size_in_bytes: int
+    generated_code_size_in_bytes: int
+    peak_memory_in_bytes: int
+    host_argument_size_in_bytes: int
+    host_output_size_in_bytes: int
+    host_temp_size_in_bytes: int
+    host_alias_size_in_bytes: int
+    host_generated_code_size_in_bytes: int
+
+
+def memory_analysis(raw: Any) -> MemoryAnalysis:
+    """The statistics of a loaded or compile-only executable."""
+    stats = raw.get_compiled_memory_stats()
+    return MemoryAnalysis(**{field.name: getattr(stats, field.name) for field in fields(MemoryAnalysis)})
+
+
+def cost_analysis(raw: Any) -> dict[str, float]:
+    """XLA's estimate: ``flops``, ``bytes accessed``, ``transcendentals``, … under JAX's names."""
+    return {name: float(value) for name, value in raw.cost_analysis().items() if isinstance(value, (int, float))}
+
+
+class Executable:
+    """A program loaded on one device. ``execute`` is the hot path: everything it touches is bound here once.
+
+    Args:
+        name: what errors call it.
+        loaded: jaxlib's LoadedExecutable.
+        result_handler: makes a Buffer of one result; see ``client.py`` for why it is not jaxlib's default way.
+    """
+
+    def __init__(self, name: str, loaded: Any, result_handler: Any) -> None:
+        self.name = name
+        self._loaded = loaded
+        self._run: Callable[[list[Buffer]], Any] = loaded.execute_sharded
+        self._handlers = [result_handler] * len(loaded.get_output_memory_kinds()[0])
+
+    def execute(self, buffers: list[Buffer]) -> list[Buffer]:
+        """Start the program on ``buffers``; the results may still be being computed.
+
+        Raises:
+            BadCall: the wrong number or byte size of arguments, or one that was donated before.
+            OutOfMemory: the results do not fit.
+        """
+        try:
+            return self._run(buffers).consume_with_handlers(self._handlers, False)  # type: ignore[no-any-return]
+        except (RuntimeError, TypeError) as error:
+            raise status.call_error(error, self.name) from error
+
+    def serialize(self) -> bytes:
+        """The compiled program as bytes, for ``Client.load`` on the same kind of device."""
+        try:
+            return bytes(self._loaded.serialize())
+        except RuntimeError as error:
+            raise status.device_error(error, f"{self.name} cannot be serialized") from error
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return "\n".join(module.to_string() for module in self._loaded.hlo_modules())
+
+    def cost_analysis(self) -> dict[str, float]:
+        """XLA's estimate: ``flops``, ``bytes accessed``, ``transcendentals``, … under JAX's names."""
+        return cost_analysis(self._loaded)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Bytes the program needs on its device."""
+        return memory_analysis(self._loaded)
