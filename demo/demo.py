@@ -86,10 +86,10 @@ def faults(cold: Report, warm: Report) -> list[str]:
     return found
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="tpu", help="another torch.compile backend, to compare")
-    backend = parser.parse_args().backend
+    backend = parser.parse_args(arguments).backend
     console = Console()
     with tempfile.TemporaryDirectory(prefix="tpu-compile-demo-") as folder:
         console.print("First process, with an empty cache …")

@@ -1,0 +1,58 @@
+"""PyTorch/XLA's times on the same networks, for `bench.py --peer-python`: runs in an interpreter that has torch_xla.
+
+Prints one JSON line. Parameters and inputs live on PyTorch/XLA's device, the case that suits it best.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+
+from benchmarks import torch_models
+from benchmarks.timing import Call, in_turn
+
+
+def on_xla(name: str) -> Call:
+    model, x = torch_models.build(name)
+    compiled = torch.compile(model.to(torch_xla.device()), backend="openxla", dynamic=False)
+    resident = x.to(torch_xla.device())
+
+    def call() -> Any:
+        with torch.no_grad():
+            result = compiled(resident)
+            torch_xla.sync()
+            xm.wait_device_ops()
+            return result
+
+    return call
+
+
+def rows(name: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    system = f"torch_xla {torch_xla.__version__}"
+    call = on_xla(name)
+    start = time.perf_counter()
+    call()
+    first = 1e3 * (time.perf_counter() - start)
+    taken = in_turn({name: call}, rounds, seconds)[name]
+    torch._dynamo.reset()
+    section, scale, unit = ("call overhead", 1e6, "µs") if name == "mlp" else ("steady", 1e3, "ms")
+    return [
+        {"section": section, "what": name, "system": system, "value": scale * taken, "unit": unit},
+        {"section": "first call, cold", "what": name, "system": system, "value": first, "unit": "ms"},
+    ]
+
+
+if __name__ == "__main__":
+    found = [row for name in torch_models.MODELS for row in rows(name, int(sys.argv[1]), float(sys.argv[2]))]
+    print(json.dumps(found))

@@ -1,0 +1,112 @@
+"""What the benchmark measures, a function for each part; all return rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tpu_compile
+from benchmarks import contenders, first_call, torch_models
+from benchmarks.report import Row
+from benchmarks.timing import in_turn
+
+NETWORKS = ("bert", "llama", "resnet")
+IMPORT = "import time, torch; t = time.perf_counter(); import tpu_compile; print(time.perf_counter() - t)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long to measure: ``rounds`` turns of ``seconds`` for each contender; which backends, under which name."""
+
+    rounds: int
+    seconds: float
+    backends: Mapping[str, str] = field(default_factory=lambda: {"tpu": "tpu", "inductor": "inductor"})
+
+
+def calls(settings: Settings) -> list[Row]:
+    """Microseconds a call of the MLP takes, where nearly nothing is computed."""
+    by_name = contenders.contenders("mlp", {**settings.backends, 'backend="eager"': "eager"})
+    by_name["null AOT"] = contenders.on_torch(*torch_models.build("mlp"), contenders.null_aot)  # has no right result
+    times = in_turn(by_name, settings.rounds * 2, settings.seconds / 2)
+    torch._dynamo.reset()
+    return [Row("call overhead", "mlp", system, 1e6 * value, "µs") for system, value in times.items()]
+
+
+def steady(name: str, settings: Settings) -> list[Row]:
+    """Milliseconds a call of one network takes once everything is compiled."""
+    times = in_turn(contenders.contenders(name, settings.backends), settings.rounds, settings.seconds)
+    torch._dynamo.reset()
+    return [Row("steady", name, system, 1e3 * value, "ms") for system, value in times.items()]
+
+
+def lowering(settings: Settings) -> list[Row]:
+    """Microseconds our lowering takes for a node of the graph: the first time here, and the median of later times."""
+    rows = []
+    for name in NETWORKS:
+        model, x = torch_models.build(name)
+        each = [_lower_once(model, x) for _ in range(max(3, settings.rounds))]
+        nodes = f"{each[0][1]:.0f} nodes"
+        rows.append(Row("lowering, first", name, "tpu", each[0][0], "µs/node", nodes))
+        warm = statistics.median(microseconds for microseconds, _ in each[1:])
+        rows.append(Row("lowering, warm", name, "tpu", warm, "µs/node", nodes))
+    return sorted(rows, key=lambda row: row.section)
+
+
+def _lower_once(model: torch.nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    torch._dynamo.reset()
+    before = tpu_compile.stats()
+    contenders.on_torch(model, x, "tpu")()
+    spent = {key: value - before[key] for key, value in tpu_compile.stats().items()}
+    return 1e6 * spent["lowering_seconds"] / spent["nodes"], spent["nodes"]
+
+
+def first_calls(names: tuple[str, ...]) -> list[Row]:
+    """Seconds of the first call in a fresh process, with an empty cache and with what the first process left."""
+    rows = []
+    for name in names:
+        for system in ("tpu", "inductor", "jax"):
+            for temperature, report in zip(("cold", "warm"), first_call.cold_and_warm(name, system), strict=True):
+                row = Row(f"first call, {temperature}", name, system, 1e3 * report["seconds"], "ms", _stages(report))
+                rows.append(row)
+    return sorted(rows, key=lambda row: row.section)
+
+
+def _stages(report: dict[str, Any]) -> str:
+    if "xla_seconds" not in report:
+        return ""
+    stages = {stage: 1e3 * report[f"{stage}_seconds"] for stage in ("lowering", "xla", "load")}
+    rest = 1e3 * report["seconds"] - sum(stages.values())
+    parts = {"Dynamo + AOT": rest, **stages}
+    return ", ".join(f"{stage} {value:.0f}" for stage, value in parts.items())
+
+
+def import_time(settings: Settings) -> list[Row]:
+    """Milliseconds that ``import tpu_compile`` takes after ``import torch``, in fresh processes."""
+    runs = [
+        subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        for _ in range(settings.rounds)
+    ]
+    milliseconds = statistics.median(1e3 * float(run.stdout) for run in runs)
+    return [Row("import", "beyond torch", "tpu_compile", milliseconds, "ms")]
+
+
+def peer(python: str, settings: Settings) -> tuple[list[Row], str]:
+    """PyTorch/XLA's rows, measured by another interpreter, and why there are none if there are none."""
+    program = Path(__file__).with_name("peer.py")
+    command = [python, str(program), str(settings.rounds), str(settings.seconds)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return [], f"PyTorch/XLA: {python} does not start ({error.strerror})"
+    if run.returncode:
+        last = run.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
+        return [], f"PyTorch/XLA: {python} ended with status {run.returncode}: {last[0]}"
+    return [Row(**row) for row in json.loads(run.stdout.splitlines()[-1])], ""
