@@ -10,10 +10,32 @@
                 store.put(key, payload, compile_seconds=12.5, metadata={"outputs": "f32[8]"})
 
 A cache fault is never the caller's problem: it is a miss, one warning a process, and the counter ``cache_faults``.
+
+Labels are the caller's; three have a meaning here, for listings: ``arguments`` (items separated by ``;``), ``platform``
+and ``program`` (bytes). Plural labels are compared item by item: see ``explain``.
 """
 
 from tpu_compile.cache.entry import Entry, Header
+from tpu_compile.cache.environment import cpu_features, file_fingerprint, keyed_flags, package_version
+from tpu_compile.cache.explain import explain_miss, nearest
+from tpu_compile.cache.housekeeping import CacheStats, Problem, Removed
 from tpu_compile.cache.key import CacheKey
 from tpu_compile.cache.store import CacheStore, EntryInfo, open_store
 
-__all__ = ["CacheKey", "CacheStore", "Entry", "EntryInfo", "Header", "open_store"]
+__all__ = [
+    "CacheKey",
+    "CacheStats",
+    "CacheStore",
+    "Entry",
+    "EntryInfo",
+    "Header",
+    "Problem",
+    "Removed",
+    "cpu_features",
+    "explain_miss",
+    "file_fingerprint",
+    "keyed_flags",
+    "nearest",
+    "open_store",
+    "package_version",
+]

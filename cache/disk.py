@@ -16,17 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tpu_compile.cache.entry import (
-    HITS,
-    HITS_OFFSET,
-    PREAMBLE,
-    Entry,
-    Header,
-    Preamble,
-    Rejected,
-    decode_header,
-    decode_payload,
-)
+from tpu_compile.cache.entry import HITS, HITS_OFFSET, Entry, Header, Reader, Rejected, read_header, read_payload
 
 try:
     import fcntl
@@ -58,7 +48,7 @@ class Folder:
 
     def path(self, digest: str) -> Path:
         """Where the entry of a digest is, or would be."""
-        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+        if not is_digest(digest):
             raise Rejected("damaged", f"{digest[:80]!r} is no digest")
         return self.entries / digest
 
@@ -78,17 +68,30 @@ class Folder:
             FileNotFoundError: there is none.
             Rejected: what is there must not be used.
         """
+        try:
+            return self._read(digest, secret)
+        except OSError as fault:
+            if fault.errno != errno.ESTALE:
+                raise
+            return self._read(digest, secret)  # NFS: another client replaced the file between our open and read
+
+    def _read(self, digest: str, secret: bytes) -> Entry:
         with self._opened(digest) as (file, size):
-            preamble, header = _read_header(file, size, digest, secret)
-            entry = Entry(decode_payload(header, _read_exactly(file, header.stored_size)), header)
-            _mark_used(file, preamble.hits + 1)
+            read = _reader(file)
+            header, hits = read_header(read, size, digest, secret)
+            entry = Entry(read_payload(read, header), header)
+            _mark_used(file, hits + 1)
             return entry
 
     def read_header(self, digest: str, secret: bytes = b"") -> tuple[Header, int]:
         """Header and number of hits, without reading the payload and without marking it as used."""
         with self._opened(digest) as (file, size):
-            preamble, header = _read_header(file, size, digest, secret)
-            return header, preamble.hits
+            return read_header(_reader(file), size, digest, secret)
+
+    def read_file(self, digest: str) -> bytes:
+        """The whole file as it is, to be copied elsewhere. Not checked, not marked as used."""
+        with self._opened(digest) as (file, size):
+            return _reader(file)(size)
 
     def write(self, digest: str, pieces: Iterable[bytes]) -> int:
         """Put a file in place, whole or not at all: temporary name, fsync, rename. Returns its size."""
@@ -104,22 +107,28 @@ class Folder:
             raise
         return size
 
-    def remove(self, digest: str) -> None:
-        """Take an entry away, whatever it is; none there is fine."""
-        _remove(self.path(digest))
+    def remove(self, digest: str, only: tuple[int, int] | None = None) -> None:
+        """Take an entry away, whatever it is; none there is fine. ``only``: unless the file is no longer this one."""
+        path = self.path(digest)
+        with contextlib.suppress(FileNotFoundError):
+            self._check_folder(self.entries)
+            if only is None or _identity(path.lstat()) == only:
+                _remove(path)
 
     def scan(self) -> list[FileInfo]:
         """Every file under a digest's name, least recently used first. Times in the future become now."""
         now = time.time()
-        found = [info for item in self._listing() if (info := _file_info(item, now)) is not None]
+        found = [info for item in self._listing(self.entries) if (info := _file_info(item, now)) is not None]
         return sorted(found, key=lambda info: info.used)
 
     def evict(self, digest: str) -> bool:
         """Remove an entry unless somebody is reading it."""
         path = self.path(digest)
         try:
-            file = os.open(path, os.O_RDONLY | _SAFELY)
-        except OSError:
+            file = _open_entry(path)
+        except FileNotFoundError:
+            return True
+        except (PermissionError, Rejected):
             _remove(path)
             return True
         try:
@@ -130,18 +139,42 @@ class Folder:
         finally:
             os.close(file)
 
-    def sweep(self) -> None:
-        """Remove temporary files whose writers are gone."""
-        for item in self._listing():
-            if item.name.startswith(_TEMPORARY):
-                with contextlib.suppress(OSError):
-                    if abs(time.time() - item.stat(follow_symlinks=False).st_mtime) > _STALE_SECONDS:
-                        _remove(Path(item.path))
+    def check(self, digest: str, secret: bytes = b"") -> None:
+        """Read and check a whole entry without counting it as used.
 
-    def _listing(self) -> list[os.DirEntry[str]]:
+        Raises:
+            Rejected, OSError: as ``read``.
+        """
+        with self._opened(digest) as (file, size):
+            read = _reader(file)
+            read_payload(read, read_header(read, size, digest, secret)[0])
+
+    def strays(self) -> list[Path]:
+        """What is in the folder of entries and is neither an entry nor a file being written."""
+        names = (item.name for item in self._listing(self.entries))
+        return [self.entries / name for name in names if not is_digest(name) and not name.startswith(_TEMPORARY)]
+
+    def remove_strays(self) -> None:
+        """Remove them."""
+        for path in self.strays():
+            _remove(path)
+
+    def sweep(self, older_than: float = _STALE_SECONDS) -> None:
+        """Remove temporary files whose writers are gone, and locks that nobody holds, after so many seconds."""
+        now = time.time()
+        for item in self._listing(self.entries):
+            if item.name.startswith(_TEMPORARY) and _age(item, now) >= older_than:
+                with contextlib.suppress(OSError):
+                    _remove(Path(item.path))
+        for item in self._listing(self.locks):
+            if _age(item, now) >= older_than:
+                with contextlib.suppress(OSError):
+                    _remove_lock(item.path)
+
+    def _listing(self, folder: Path) -> list[os.DirEntry[str]]:
         try:
-            self._check_folder(self.entries)
-            with os.scandir(self.entries) as items:
+            self._check_folder(folder)
+            with os.scandir(folder) as items:
                 return list(items)
         except FileNotFoundError:
             return []
@@ -168,8 +201,16 @@ class Folder:
                 raise Rejected("foreign", f"it belongs to user {info.st_uid}, not to you")
             _lock(file, exclusive=False)
             yield file, info.st_size
+        except Rejected as fault:
+            fault.file = _identity(info)
+            raise
         finally:
             os.close(file)
+
+
+def is_digest(name: str) -> bool:
+    """Whether ``name`` is a SHA-256 in lower-case hex, as every entry's file name is."""
+    return len(name) == 64 and set(name) <= set("0123456789abcdef")
 
 
 def _user() -> int:
@@ -179,6 +220,10 @@ def _user() -> int:
 def _trusted(info: os.stat_result) -> bool:
     """Ours or root's: root could replace this very program, so a cache that root has filled is no new risk."""
     return info.st_uid in (_user(), 0)
+
+
+def _identity(info: os.stat_result) -> tuple[int, int]:
+    return info.st_dev, info.st_ino
 
 
 def _open_entry(path: Path) -> int:
@@ -196,33 +241,22 @@ def _open_entry(path: Path) -> int:
         raise
 
 
-def _read_header(file: int, size: int, digest: str, secret: bytes) -> tuple[Preamble, Header]:
-    preamble = Preamble.read(_read_exactly(file, PREAMBLE.size, short=True))
-    if size < PREAMBLE.size + preamble.header_length:
-        raise Rejected("damaged", "it ends inside its header")
-    header = decode_header(preamble, _read_exactly(file, preamble.header_length), digest, secret)
-    expected = PREAMBLE.size + preamble.header_length + header.stored_size
-    if size != expected:
-        raise Rejected("damaged", f"it has {size} bytes instead of {expected}")
-    return preamble, header
+def _reader(file: int) -> Reader:
+    def read(size: int) -> bytes:
+        pieces: list[bytes] = []
+        while size and (piece := os.read(file, size)):
+            pieces.append(piece)
+            size -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-
-def _read_exactly(file: int, size: int, short: bool = False) -> bytes:
-    """``size`` bytes; fewer only where ``short`` allows it."""
-    pieces: list[bytes] = []
-    missing = size
-    while missing and (piece := os.read(file, missing)):
-        pieces.append(piece)
-        missing -= len(piece)
-    if missing and not short:
-        raise Rejected("damaged", f"it ends {missing} bytes early")
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return read
 
 
 def _mark_used(file: int, hits: int) -> None:
     """Count a hit in place, which also sets the time of last use. A read-only cache simply does not count."""
     with contextlib.suppress(OSError):
-        os.pwrite(file, HITS.pack(hits), HITS_OFFSET)
+        os.lseek(file, HITS_OFFSET, os.SEEK_SET)
+        os.write(file, HITS.pack(hits % 2**64))
 
 
 def _write_new(path: Path, pieces: Iterable[bytes]) -> int:
@@ -252,7 +286,7 @@ def _remove(path: Path) -> None:
 
 
 def _file_info(item: os.DirEntry[str], now: float) -> FileInfo | None:
-    if item.name.startswith("."):
+    if not is_digest(item.name):
         return None
     try:
         info = item.stat(follow_symlinks=False)
@@ -261,6 +295,24 @@ def _file_info(item: os.DirEntry[str], now: float) -> FileInfo | None:
     except OSError:
         return None  # evicted meanwhile
     return FileInfo(item.name, info.st_size, min(info.st_mtime, now))
+
+
+def _age(item: os.DirEntry[str], now: float) -> float:
+    """Seconds since the last change. A time in the future counts as old: nothing here is written ahead of the clock."""
+    try:
+        return abs(now - item.stat(follow_symlinks=False).st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _remove_lock(path: str) -> None:
+    """Unlink a lock file unless it is held. Whoever waits for the unlinked file notices and makes a new one."""
+    file = os.open(path, os.O_RDWR | _SAFELY)
+    try:
+        if _lock(file, exclusive=True):
+            os.unlink(path)
+    finally:
+        os.close(file)
 
 
 def _lock(file: int, *, exclusive: bool) -> bool:

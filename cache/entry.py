@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import io
 import json
 import struct
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class Rejected(CacheError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+        self.file: tuple[int, int] | None = None
+        """Device and inode of the file that was read: what may be removed for it, and nothing put there since."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,34 @@ def encode(
     return [PREAMBLE.pack(MAGIC, FORMAT, len(text), 0, hashlib.sha256(sealed).digest(), tag) + text, stored]
 
 
-def decode_header(preamble: Preamble, text: bytes, digest: str, secret: bytes = b"") -> Header:
+Reader = Callable[[int], bytes]
+"""Reads up to so many bytes, fewer only at the end: of a file, or of bytes at hand."""
+
+
+def decode(data: bytes, digest: str, secret: bytes = b"") -> Entry:
+    """The checked entry in ``data``, which came from a remote store or an archive.
+
+    Raises:
+        Rejected: it must not be used.
+    """
+    read = io.BytesIO(data).read
+    header, _ = read_header(read, len(data), digest, secret)
+    return Entry(read_payload(read, header), header)
+
+
+def read_header(read: Reader, size: int, digest: str, secret: bytes = b"") -> tuple[Header, int]:
+    """The checked header of an entry of ``size`` bytes in all, and its number of hits."""
+    preamble = Preamble.read(read(PREAMBLE.size))
+    if size < PREAMBLE.size + preamble.header_length:
+        raise Rejected("damaged", "it ends inside its header")
+    header = _check_header(preamble, read(preamble.header_length), digest, secret)
+    expected = PREAMBLE.size + preamble.header_length + header.stored_size
+    if size != expected:
+        raise Rejected("damaged", f"it has {size} bytes instead of {expected}")
+    return header, preamble.hits
+
+
+def _check_header(preamble: Preamble, text: bytes, digest: str, secret: bytes) -> Header:
     """The header, once its seal, the signature (when ``secret`` is set) and the digest it was asked for under agree."""
     sealed = _SEALED.pack(MAGIC, FORMAT, preamble.header_length) + text
     if len(text) != preamble.header_length or hashlib.sha256(sealed).digest() != preamble.seal:
@@ -165,8 +195,9 @@ def decode_header(preamble: Preamble, text: bytes, digest: str, secret: bytes = 
     return header
 
 
-def decode_payload(header: Header, stored: bytes) -> bytes:
+def read_payload(read: Reader, header: Header) -> bytes:
     """The payload as it was put: checked first, decompressed after, never beyond its declared size."""
+    stored = read(header.stored_size)
     if len(stored) != header.stored_size or hashlib.sha256(stored).hexdigest() != header.sha256:
         raise Rejected("damaged", "its payload does not match its checksum")
     if header.codec == "none":

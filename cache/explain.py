@@ -1,10 +1,69 @@
-"""Why two keys differ, and which stored entry is nearest to one that missed: in the user's terms, item by item."""
+"""Why two keys differ, and which stored entry is nearest to one that missed: in the user's terms, item by item.
+
+A part's label says how it reads. Plural labels are lists: items separated by ``;`` have positions (``arguments``),
+words have names (``XLA flags``: ``--a=1 --b``) or only a presence (``CPU features``). All others are single values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-_POSITIONAL = ";"
+from tpu_compile.cache.faults import contained
+
+if TYPE_CHECKING:
+    from tpu_compile.cache.key import CacheKey
+    from tpu_compile.cache.store import CacheStore, EntryInfo
+
+_MOST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The stored entry that shares most with a key, and what separates them."""
+
+    entry: EntryInfo
+    differences: tuple[str, ...]
+
+
+def explain_miss(store: CacheStore, key: CacheKey) -> str:
+    """Why ``key`` was not found: the nearest stored entry, and every part that differs from it."""
+    found = None
+    with contained("list the cache", store.folder.root):
+        found = nearest(store.entries(), key.name, key.readable, key.digest)
+    title = f"Cache miss for {key.name} ({key.digest[:12]}): "
+    if found is None:
+        return title + f"no entry to compare with in {store.folder.root}."
+    header = found.entry.header
+    return title + f"nearest is {header.name} ({header.digest[:12]}), which differs:\n" + bullets(found.differences)
+
+
+def nearest(infos: Iterable[EntryInfo], name: str, parts: Mapping[str, str], digest: str = "") -> Nearest | None:
+    """Of ``infos`` the one that shares most parts, then the name, then most items, then the most recently used.
+
+    The entry ``digest`` itself, where it is stored, is not compared with: explaining a stored entry means explaining
+    why it had to be compiled beside the others.
+    """
+    others = [info for info in infos if info.header.digest != digest]
+    if not others:
+        return None
+
+    def closeness(info: EntryInfo) -> tuple[int, bool, int, float]:
+        stored = info.header.parts
+        shared = sum(stored.get(label) == value for label, value in parts.items())
+        return shared, info.header.name == name, -len(differences(parts, stored)), info.used
+
+    best = max(others, key=closeness)
+    return Nearest(best, tuple(differences(parts, best.header.parts)))
+
+
+def bullets(lines: Iterable[str]) -> str:
+    """The lines as a list, cut where nobody would read on."""
+    lines = list(lines)
+    shown = [f"  - {line}" for line in lines[:_MOST_LINES]]
+    return "\n".join(shown + [f"  … and {len(lines) - _MOST_LINES} more"] * (len(lines) > _MOST_LINES))
 
 
 def differences(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
@@ -12,51 +71,58 @@ def differences(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
     lines: list[str] = []
     for label in sorted({*new, *old}):
         if label not in old:
-            lines.append(f"{label} is new: {new[label]}")
+            lines.append(f"{label} is new: {_readable(new[label])}")
         elif label not in new:
-            lines.append(f"{label} is gone, was {old[label]}")
+            lines.append(f"{label} is gone, was {_readable(old[label])}")
         elif new[label] != old[label]:
             lines += _part(label, new[label], old[label])
     return lines
 
 
 def _part(label: str, new: str, old: str) -> list[str]:
-    if new.startswith("sha256:") and old.startswith("sha256:"):
-        return [f"{label} differs: {_bytes(new)}, was {_bytes(old)}"]
-    if _is_flags(new) and _is_flags(old):
-        return _flags(_singular(label), new, old)
-    if _POSITIONAL in new or _POSITIONAL in old or label.endswith("s"):
-        return _positions(_singular(label), _split(new), _split(old))
-    return [f"{label} {old or '(none)'} → {new or '(none)'}"]
+    if not label.endswith("s") or label.endswith("ss") or is_hash(new) or is_hash(old):
+        return [f"{label} {_readable(old)} → {_readable(new)}"]
+    singular = label[:-1]
+    if ";" in new + old or not _is_words(new + " " + old):
+        return _positions(singular, _split(new), _split(old))
+    return _names(singular, _words(new), _words(old))
 
 
-def _bytes(text: str) -> str:
-    _, digest, size = text.split(":")
+def is_hash(value: str) -> bool:
+    """Whether a readable part stands for bytes (``sha256:<hex>:<size>``)."""
+    return value.startswith("sha256:") and value.count(":") == 2
+
+
+def _readable(value: str) -> str:
+    if not is_hash(value):
+        return value or "(none)"
+    _, digest, size = value.split(":")
     return f"{digest[:12]} ({int(size):,} bytes)"
 
 
-def _split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(_POSITIONAL)] if text.strip() else []
+def _is_words(text: str) -> bool:
+    """Flags, name=value pairs or bare words; an argument such as ``f32[8]`` alone is a position, not a word."""
+    return all(word.startswith("-") or "=" in word or re.fullmatch(r"[\w.]+", word) for word in text.split())
 
 
-def _singular(label: str) -> str:
-    return label[:-1] if label.endswith("s") and not label.endswith("ss") else label
+def _words(text: str) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in text.split())}
 
 
-def _is_flags(text: str) -> bool:
-    """Space-separated flags (``--a=1 --b``), options (``a=1 b=2``), or nothing at all."""
-    return all(word.startswith("--") or "=" in word for word in text.split()) and _POSITIONAL not in text
+def _names(label: str, new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
+    lines = [f"{label} {_item(name, new)} added" for name in new if name not in old]
+    lines += [f"{label} {_item(name, old)} removed" for name in old if name not in new]
+    return lines + [
+        f"{label} {_item(name, new)} was {_item(name, old)}" for name in new if name in old and new[name] != old[name]
+    ]
 
 
-def _flags(label: str, new: str, old: str) -> list[str]:
-    now, then = (dict(word.partition("=")[::2] for word in text.split()) for text in (new, old))
-    lines = [f"{label} {_flag(name, now)} added" for name in now if name not in then]
-    lines += [f"{label} {_flag(name, then)} removed" for name in then if name not in now]
-    return lines + [f"{label} {_flag(n, now)} was {_flag(n, then)}" for n in now if n in then and now[n] != then[n]]
-
-
-def _flag(name: str, values: Mapping[str, str]) -> str:
+def _item(name: str, values: Mapping[str, str]) -> str:
     return f"{name}={values[name]}" if values[name] else name
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(";")] if text.strip() else []
 
 
 def _positions(label: str, new: list[str], old: list[str]) -> list[str]:

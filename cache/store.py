@@ -9,14 +9,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tpu_compile.cache import housekeeping
 from tpu_compile.cache.disk import Folder
 from tpu_compile.cache.entry import Entry, Header, Rejected, encode
+from tpu_compile.cache.environment import package_version
 from tpu_compile.cache.faults import contained, report
+from tpu_compile.cache.housekeeping import CacheStats, Problem, Removed
 from tpu_compile.cache.key import CacheKey
 from tpu_compile.config import config
-from tpu_compile.stats import count, timed
+from tpu_compile.stats import count, event, timed
+
+if TYPE_CHECKING:
+    from tpu_compile.cache.remote import Remote
 
 log = logging.getLogger("tpu_compile.cache")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
@@ -35,6 +41,11 @@ class EntryInfo:
     used: float
     hits: int
 
+    @property
+    def seconds_saved(self) -> float:
+        """Compiling that the hits on this entry made unnecessary."""
+        return self.hits * self.header.compile_seconds
+
 
 class CacheStore:
     """Entries in one directory. All methods are safe to call from several threads and processes at once."""
@@ -43,30 +54,51 @@ class CacheStore:
         """``directory`` defaults to the knob ``cache_dir``, ``max_size`` (bytes, 0: no cap) to ``cache_max_size``."""
         self.folder = Folder(directory or default_directory())
         self.max_size = config.cache_max_size if max_size is None else max_size
+        self.remote = _open_remote()
         self._size: int | None = None
         self._puts = 0
         self._lock = threading.Lock()
 
+    @property
+    def secret(self) -> bytes:
+        """The key that signs entries; empty when they are not signed."""
+        return str(config.cache_key).encode()
+
     def get(self, key: CacheKey) -> Entry | None:
-        """The stored entry, checked, or None. Counts ``disk_hits`` or ``disk_misses``."""
+        """The stored entry, checked, or None. Counts ``disk_hits`` (``remote_hits``) or ``disk_misses``."""
         with timed("cache"):
-            entry = self._find(key)
+            entry = self._find(key) or self._fetch(key)
         if entry is None:
             count("disk_misses")
+            event("compilation_cache/cache_misses", key=key.digest, program=key.name)
         return entry
 
     def put(self, key: CacheKey, payload: bytes, *, compile_seconds: float, metadata: Mapping[str, Any]) -> bool:
         """Store what a successful compile produced; ``metadata`` holds JSON values. False when it was not stored."""
         if compile_seconds < config.cache_min_compile_seconds:
             return False
-        with timed("cache"), contained("write to the cache", self.folder.root):
+        with timed("cache"):
             pieces = encode(
-                key, payload, compile_seconds=compile_seconds, created=time.time(), versions={}, metadata=metadata
+                key,
+                payload,
+                compile_seconds=compile_seconds,
+                created=time.time(),
+                versions={"tpu-compile": package_version("tpu-compile")},
+                metadata=metadata,
+                secret=self.secret,
             )
-            if self.max_size and sum(map(len, pieces)) > self.max_size:
-                return False
+            if self.remote and self.remote.write:
+                self.remote.push(key.digest, b"".join(pieces))
+            return self.write(key, pieces)
+
+    def write(self, key: CacheKey | Header, pieces: list[bytes]) -> bool:
+        """Put an entry that is already encoded in place, within the size cap. False when that was not possible."""
+        if self.max_size and sum(map(len, pieces)) > self.max_size:
+            return False
+        with contained("write to the cache", self.folder.root):
             self._account(self.folder.write(key.digest, pieces), keep=key.digest)
             count("disk_puts")
+            event("compilation_cache/cache_puts", key=key.digest, program=key.name)
             return True
         return False
 
@@ -89,26 +121,59 @@ class CacheStore:
         report("refused", f"Cache entry {self.folder.path(key.digest)} was removed: {reason}.")
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Every readable entry, most recently used first; damaged ones are skipped (``verify`` finds them)."""
+        """Every readable entry, most recently used first; damaged ones are skipped (``verify`` finds them).
+
+        Raises:
+            CacheError: the directory is not ours to read.
+        """
         for file in reversed(self.folder.scan()):
             with contextlib.suppress(OSError, Rejected):
-                header, hits = self.folder.read_header(file.digest)
+                header, hits = self.folder.read_header(file.digest, self.secret)
                 yield EntryInfo(header, self.folder.path(file.digest), file.size, file.used, hits)
 
+    def prune(self, *, max_size: int | None = None, older_than: float | None = None) -> Removed:
+        """Evict what was not used for ``older_than`` seconds, then the longest unused down to ``max_size`` bytes."""
+        return housekeeping.prune(self.folder, max_size, older_than)
+
+    def clear(self) -> Removed:
+        """Remove everything."""
+        return housekeeping.clear(self.folder)
+
+    def verify(self, *, remove: bool = False) -> list[Problem]:
+        """Check every entry; ``remove`` takes away what cannot be used."""
+        return housekeeping.verify(self.folder, self.secret, remove=remove)
+
+    def stats(self) -> CacheStats:
+        """Entries, bytes, hits and seconds saved, over all that is stored."""
+        return housekeeping.summarize(self.folder, self.entries(), self.max_size)
+
     def _find(self, key: CacheKey) -> Entry | None:
-        path = self.folder.path(key.digest)
-        with contained("read cache entry", path):
+        with contained("read cache entry", self.folder.path(key.digest)):
             try:
-                entry = self.folder.read(key.digest)
+                entry = self.folder.read(key.digest, self.secret)
             except FileNotFoundError:
                 return None
-            except (OSError, Rejected):
-                with contextlib.suppress(OSError, Rejected):
-                    self.folder.remove(key.digest)
+            except (Rejected, PermissionError) as fault:
+                self._repair(key.digest, fault)
                 raise
-            count("disk_hits")
-            return entry
+            return _hit(entry, "disk_hits")
         return None
+
+    def _repair(self, digest: str, fault: Rejected | PermissionError) -> None:
+        """Take away what cannot be used. Entries signed otherwise may be good for others: a put replaces them."""
+        if isinstance(fault, Rejected) and fault.kind == "unsigned":
+            return
+        with contextlib.suppress(OSError, Rejected):
+            self.folder.remove(digest, only=getattr(fault, "file", None))
+
+    def _fetch(self, key: CacheKey) -> Entry | None:
+        """The remote entry, checked like any other and then kept locally."""
+        found = self.remote.fetch(key.digest, self.secret) if self.remote else None
+        if found is None:
+            return None
+        entry, data = found
+        self.write(key, [data])
+        return _hit(entry, "remote_hits")
 
     def _wait_for_turn(self, key: CacheKey, held: contextlib.ExitStack) -> Entry | None:
         from filelock import FileLock, Timeout  # 10 ms that a process without misses does not pay
@@ -125,6 +190,7 @@ class CacheStore:
             if lock.is_locked:
                 return None
             if not pause:
+                count("disk_waits")
                 log.info("waiting for another process or thread that compiles %s", key.name)
             if time.monotonic() > deadline:
                 waited = f"{config.cache_lock_timeout:g} s"
@@ -138,25 +204,34 @@ class CacheStore:
         if not self.max_size:
             return
         with self._lock:
-            self._puts += 1
-            if self._size is None or self._puts % _PUTS_BETWEEN_SCANS == 0:
+            if self._puts % _PUTS_BETWEEN_SCANS == 0:
+                self.folder.sweep()
                 self._size = sum(file.size for file in self.folder.scan())
             else:
-                self._size += written
+                self._size = (self._size or 0) + written
+            self._puts += 1
             if self._size > self.max_size:
-                self._size = self._evict(int(self.max_size * _TRIM_TO), keep)
+                self._size = housekeeping.shrink(self.folder, int(self.max_size * _TRIM_TO), keep)
 
-    def _evict(self, target: int, keep: str = "") -> int:
-        """Remove least recently used entries until ``target`` bytes are left. Returns the bytes that are left."""
-        files = self.folder.scan()
-        size = sum(file.size for file in files)
-        for file in files:
-            if size <= target:
-                break
-            if file.digest != keep and self.folder.evict(file.digest):
-                size -= file.size
-        self.folder.sweep()
-        return size
+
+def _open_remote() -> Remote | None:
+    if not config.cache_remote:
+        return None
+    from tpu_compile.cache.remote import Remote  # threads and queues that a local cache does not need
+
+    return Remote(config.cache_remote, write=config.cache_remote_write)
+
+
+def _hit(entry: Entry, counter: str) -> Entry:
+    count(counter)
+    count("saved_seconds", entry.compile_seconds)
+    event(
+        "compilation_cache/cache_hits",
+        key=entry.header.digest,
+        program=entry.header.name,
+        compile_time_saved_sec=entry.compile_seconds,
+    )
+    return entry
 
 
 def default_directory() -> Path:
