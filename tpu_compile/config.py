@@ -159,6 +159,11 @@ def override(**values: Any) -> Iterator[Config]:
         _overrides.reset(token)
 
 
+def scoped(values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` (of one compile's options) with the ``override`` scopes in force laid over them."""
+    return {**values, **_overrides.get()}
+
+
 def environment(name: str, default: str = "") -> str:
     """An environment variable that belongs to somebody else (XLA_FLAGS, LIBTPU_INIT_ARGS): read here, so that it is read in one place."""
     return os.environ.get(name, default)

@@ -14,7 +14,8 @@
     ├── MissingDependency             an optional package is not installed; the message holds the pip line
     └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
 
-    CacheWarning                      (UserWarning) a cache fault that cost a recompile; once for each kind and process
+    TpuCompileWarning                 (UserWarning) something was asked for that has no effect, or runs slower than it could
+    └── CacheWarning                  a cache fault that cost a recompile; once for each kind and process
 """
 
 from __future__ import annotations
@@ -96,7 +97,11 @@ class CacheError(TpuCompileError):
     """The cache directory or an entry cannot be used. A compile treats it as a miss; only the cache commands show it."""
 
 
-class CacheWarning(UserWarning):
+class TpuCompileWarning(UserWarning):
+    """Something that was asked for has no effect here, or runs slower than it could."""
+
+
+class CacheWarning(TpuCompileWarning):
     """The cache could not be read or written; the program was, or will be, compiled instead."""
 
 

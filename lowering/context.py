@@ -1,0 +1,94 @@
+"""What a rule may know beside its arguments, and the process's way of making MLIR contexts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from jaxlib.mlir import ir
+from jaxlib.mlir._mlir_libs import _jax_mlir_ext
+from jaxlib.mlir.dialects import chlo, stablehlo
+
+_FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_TORCH = torch.__path__[0]
+
+
+class Refusal(Exception):
+    """Raised by ``LoweringContext.refuse``; the walk turns it into a Gap with the user's line."""
+
+    def __init__(self, reason: str, hint: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
+
+
+@dataclass
+class LoweringContext:
+    """Handed to every rule. ``out`` is what FakeTensor promises for the op being lowered: a TensorSpec, a tuple of them (None where an
+    output is absent), or a Python number. ``walk`` lowers subgraphs and hands out the program's seed."""
+
+    family: str
+    module: ir.Module
+    walk: Walk
+    out: Any = None
+    functions: dict[Any, Any] = field(default_factory=dict)
+    where: SourceLine | None = None
+
+    @property
+    def outs(self) -> tuple[Any, ...]:
+        """``out`` as a tuple."""
+        return self.out if isinstance(self.out, tuple) else (self.out,)
+
+    def refuse(self, reason: str, hint: str = "") -> NoReturn:
+        """Say that these arguments are beyond the rule: the op goes to the next tier."""
+        raise Refusal(reason, hint)
+
+
+class Walk(Protocol):
+    """The part of the graph walk that rules may use."""
+
+    @property
+    def seed(self) -> ir.Value:
+        """The program's seed, u64[2]; asking for it makes the program take one."""
+
+    def subgraph(self, graph_module: torch.fx.GraphModule, arguments: Sequence[Any]) -> list[Any]:
+        """Lower a graph inline on ``arguments``; returns its flat outputs."""
+
+    def need_ffi(self, handler: str) -> None:
+        """Say that the program calls an FFI handler, which the runtime must register before loading it."""
+
+
+def make_context() -> ir.Context:
+    """A fresh MLIR context that knows StableHLO, CHLO and what they stand on."""
+    context = ir.Context()
+    upstream = ir.DialectRegistry()
+    _jax_mlir_ext.register_dialects(upstream)
+    context.append_dialect_registry(upstream)
+    stablehlo.register_dialect(context)
+    chlo.register_dialect(context)
+    context.load_all_available_dialects()
+    return context
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """Where the user wrote an op."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {self.code}"
+
+
+@lru_cache(maxsize=65536)
+def source_line(stack_trace: str) -> SourceLine | None:
+    """The innermost frame of an FX stack trace that is not torch's own; torch's if there is no other."""
+    frames = [SourceLine(m["file"], int(m["line"]), m["function"], m["code"]) for m in _FRAME.finditer(stack_trace)]
+    mine = [f for f in frames if not f.file.startswith(_TORCH)]
+    return (mine or frames or [None])[-1]

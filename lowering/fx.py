@@ -1,0 +1,495 @@
+"""The walk: an FX graph of aten ops becomes a StableHLO Program, one rule a node, every result checked against FakeTensor."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxlib.mlir import ir, passmanager
+from jaxlib.mlir.dialects import func
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Node
+
+from tpu_compile.errors import Gap, RuleMismatch, UnsupportedDtype, UnsupportedOp
+from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering.context import LoweringContext, Refusal, SourceLine, make_context, source_line
+from tpu_compile.lowering.program import Program, Result, TensorSpec
+from tpu_compile.lowering.registry import registry
+
+aten = torch.ops.aten
+Bindings = Mapping[Any, int]
+
+EMBED_BYTES = 4096
+"""Tensor constants up to this size become constants of the program; larger ones are passed in, so that the program stays small."""
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_ASSERTIONS = frozenset(
+    {
+        aten._assert_async.msg,
+        aten._assert_async.default,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+        aten._assert_tensor_metadata.default,
+    }
+)
+"""Checks on data or sizes that FakeTensor has made already, or that only an eager run can make; they compute nothing."""
+
+
+def where(node: Node) -> SourceLine | None:
+    """The user's line of a node."""
+    trace = node.stack_trace
+    return source_line(trace) if trace else None
+
+
+def bind(graph: torch.fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
+    """Numbers for the graph's symbols, from the sizes and integers of one call's ``arguments``."""
+    bindings: dict[Any, int] = {}
+    placeholders = (n for n in graph.nodes if n.op == "placeholder")
+    for node, argument in zip(placeholders, arguments, strict=True):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            bindings[value.node.expr] = int(argument)
+        elif isinstance(value, torch.Tensor) and isinstance(argument, torch.Tensor):
+            for symbolic, actual in zip(value.shape, argument.shape, strict=True):
+                if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
+                    bindings[symbolic.node.expr] = int(actual)
+    return bindings
+
+
+def missing(graph_module: GraphModule) -> list[tuple[Node, Gap]]:
+    """Everything in a graph (and its subgraphs) that has no rule, with the user's lines; a node of a subgraph is charged to its caller."""
+    gaps = []
+    for node in graph_module.graph.nodes:
+        gap = _gap(node)
+        if gap:
+            gaps.append((node, gap))
+        gaps.extend((node, inner) for sub in _subgraphs(graph_module, node) for _, inner in missing(sub))
+    return gaps
+
+
+def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
+    if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
+        return
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            inner = _attribute(graph_module, argument.target)
+            if isinstance(inner, GraphModule):
+                yield inner
+
+
+def _gap(node: Node) -> Gap | None:
+    if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in _ASSERTIONS:
+        return None
+    line = str(where(node) or "")
+    unbacked = [s for s in _symbols(node.meta.get("val")) if str(s).startswith(("u", "zuf"))]
+    if unbacked:
+        hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
+        return Gap(str(node.target), "its result's shape or value depends on data", line, hint)
+    if registry.get(node.target) is None:
+        return Gap(str(node.target), "no rule lowers it", line)
+    return None
+
+
+def _symbols(value: Any) -> Iterator[Any]:
+    if isinstance(value, _SYMBOLIC):
+        yield from value.node.expr.free_symbols
+    elif isinstance(value, torch.Tensor):
+        for size in value.shape:
+            if isinstance(size, torch.SymInt):
+                yield from size.node.expr.free_symbols
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _symbols(item)
+
+
+def _evaluated(node: Node) -> bool:
+    """Whether the node computes a Python number, known once the symbols are bound."""
+    value = node.meta.get("val")
+    return isinstance(value, (*_SYMBOLIC, int, float, bool)) and node.target is not aten._local_scalar_dense.default
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+@dataclass
+class _Input:
+    """A program argument while its block is being built."""
+
+    spec: TensorSpec
+    position: int
+    value: ir.Value
+    mutated_by: int | None = None
+
+
+@dataclass
+class GraphWalk:
+    """Lowers one graph. ``env`` maps nodes to values, tuples of values, or Python numbers."""
+
+    graph_module: GraphModule
+    bindings: Bindings
+    ctx: LoweringContext = field(init=False)
+    block: Any = field(init=False)
+    env: dict[Node, Any] = field(default_factory=dict)
+    gaps: list[tuple[Node, Gap]] = field(default_factory=list)
+    inputs: list[_Input] = field(default_factory=list)
+    constants: list[tuple[torch.Tensor, ir.Value]] = field(default_factory=list)
+    outputs: list[tuple[TensorSpec, ir.Value]] = field(default_factory=list)
+    mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
+    ffi: dict[str, None] = field(default_factory=dict)
+    tiers: Counter[str] = field(default_factory=Counter)
+    _seed: ir.Value | None = None
+
+    # ---- what rules may use
+
+    @property
+    def seed(self) -> ir.Value:
+        if self._seed is None:
+            self._seed = self.block.add_argument(hlo.tensor_type((2,), torch.uint64), ir.Location.unknown())
+        return self._seed
+
+    def need_ffi(self, handler: str) -> None:
+        self.ffi[handler] = None
+
+    def subgraph(self, graph_module: GraphModule, arguments: Sequence[Any]) -> list[Any]:
+        outer_module, outer_env = self.graph_module, self.env
+        self.graph_module, self.env = graph_module, {}
+        outer_where, outer_out = self.ctx.where, self.ctx.out
+        try:
+            placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+            self.env.update(zip(placeholders, arguments, strict=True))
+            for node in graph_module.graph.nodes:
+                if node.op == "output":
+                    flat, _ = torch.utils._pytree.tree_flatten(self.resolve(node.args[0]))
+                    return flat
+                if node.op != "placeholder":
+                    self.visit(node)
+            raise AssertionError("a graph without output")
+        finally:
+            self.graph_module, self.env = outer_module, outer_env
+            self.ctx.where, self.ctx.out = outer_where, outer_out
+
+    # ---- specs
+
+    def number(self, value: Any) -> Any:
+        """A Python number: itself, or a symbolic one with the bindings put in."""
+        if isinstance(value, _SYMBOLIC):
+            result = value.node.expr.xreplace(self.bindings) if hasattr(value.node.expr, "xreplace") else value.node.expr
+            return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](result)
+        return value
+
+    def spec(self, value: torch.Tensor, *, strided: bool = False) -> TensorSpec:
+        """The TensorSpec of a fake tensor."""
+        shape = tuple(value.shape)
+        stride = tuple(value.stride()) if strided else ()
+        if not all(type(s) is int for s in (*shape, *stride)):
+            shape, stride = tuple(map(self.number, shape)), tuple(map(self.number, stride))
+        return TensorSpec(shape, value.dtype, stride)
+
+    def specs(self, value: Any) -> Any:
+        """``spec`` over tuples and lists; numbers are bound, the rest is kept."""
+        if isinstance(value, torch.Tensor):
+            return self.spec(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self.specs, value))
+        return self.number(value)
+
+    # ---- nodes
+
+    def resolve(self, argument: Any) -> Any:
+        """A node's argument with nodes replaced by their values and symbols by numbers."""
+        if isinstance(argument, Node):
+            return self.env[argument]
+        if isinstance(argument, (list, tuple)):
+            return [self.resolve(a) for a in argument]
+        if isinstance(argument, dict):
+            return {k: self.resolve(v) for k, v in argument.items()}
+        if isinstance(argument, slice):
+            return slice(*map(self.resolve, (argument.start, argument.stop, argument.step)))
+        return self.number(argument)
+
+    def visit(self, node: Node) -> None:
+        """Lower one node that is neither placeholder nor output."""
+        if node.op == "get_attr":
+            self.env[node] = self.attribute(node)
+        elif node.target is operator.getitem and not isinstance(node.meta.get("val"), _SYMBOLIC):
+            self.env[node] = self.resolve(node.args[0])[node.args[1]]
+        elif _evaluated(node):
+            self.env[node] = self.number(node.meta["val"])
+        elif node.target in _ASSERTIONS:
+            self.env[node] = None
+        else:
+            self.call(node)
+
+    def call(self, node: Node) -> None:
+        """Run the rule of a node, at the user's line, and check what it returns."""
+        rule = registry.get(node.target)
+        assert rule is not None, f"missing() let {node.target} through"
+        ctx = self.ctx
+        ctx.where, ctx.out = where(node), self.specs(node.meta.get("val"))
+        try:
+            with _location(node, ctx.where):
+                result = rule.function(
+                    ctx, *map(self.resolve, node.args), **{k: self.resolve(v) for k, v in node.kwargs.items()}
+                )
+                ctx.out = self.specs(node.meta.get("val"))
+                self.check(node, ctx.out, result)
+            self.tiers[rule.tier] += 1
+        except (Refusal, UnsupportedDtype) as refusal:
+            reason, hint = (refusal.reason, refusal.hint) if isinstance(refusal, Refusal) else (str(refusal), "")
+            self.gaps.append((node, Gap(str(node.target), reason, str(ctx.where or ""), hint)))
+            result = self.stand_in(self.specs(node.meta.get("val")))
+        if node.target is aten.copy_.default:
+            self.mutations.append((node, result))
+        self.env[node] = result
+
+    def check(self, node: Node, promised: Any, result: Any) -> None:
+        """Raise RuleMismatch unless ``result`` has the types FakeTensor promised."""
+        if isinstance(promised, tuple):
+            if not isinstance(result, (tuple, list)) or len(result) != len(promised):
+                raise RuleMismatch(f"{node.target} gave {result!r} for {len(promised)} results, at {self.ctx.where}")
+            for p, r in zip(promised, result, strict=True):
+                self.check(node, p, r)
+        elif isinstance(promised, TensorSpec):
+            wanted = hlo.tensor_type(promised.shape, promised.dtype)
+            if getattr(result, "type", None) != wanted:
+                given = getattr(result, "type", type(result))
+                raise RuleMismatch(f"the rule of {node.target} gave {given}, FakeTensor promises {wanted}, at {self.ctx.where}")
+
+    def stand_in(self, promised: Any) -> Any:
+        """Zeros in place of a refused op's results, so that the walk can go on and find the graph's other gaps."""
+        if isinstance(promised, tuple):
+            return tuple(map(self.stand_in, promised))
+        if isinstance(promised, TensorSpec):
+            return hlo.full(0, promised.dtype, promised.shape)
+        return promised
+
+    def attribute(self, node: Node) -> Any:
+        """A subgraph as it is; a tensor constant as a constant, or as an argument of the program if it is large."""
+        value = _attribute(self.graph_module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.numel() * value.dtype.itemsize <= EMBED_BYTES:
+            return hlo.dense(dtypes.to_numpy(value), value.dtype)
+        for known, argument in self.constants:
+            if known is value:
+                return argument
+        argument = self.block.add_argument(hlo.tensor_type(value.shape, value.dtype), ir.Location.unknown())
+        self.constants.append((value, argument))
+        return argument
+
+    # ---- the ends of the graph
+
+    def placeholder(self, node: Node, position: int) -> None:
+        """A tensor argument arrives as its dense memory; what torch sees is a transpose of it."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            self.env[node] = self.number(value)
+            return
+        if not node.users:
+            return
+        spec = self.spec(value, strided=True)
+        order = spec.order or tuple(range(len(spec.shape)))
+        argument = self.block.add_argument(
+            hlo.tensor_type([spec.shape[i] for i in order], spec.dtype), ir.Location.name(node.name)
+        )
+        self.inputs.append(_Input(spec, position, argument))
+        self.env[node] = hlo.transpose(argument, inverse(order))
+
+    def output(self, spec: TensorSpec, value: ir.Value) -> int:
+        """Add a result of the program, laid out as torch will see it; the same value twice is one result."""
+        for index, (known_spec, known) in enumerate(self.outputs):
+            if known == value and known_spec == spec:
+                return index
+        self.outputs.append((spec, value))
+        return len(self.outputs) - 1
+
+    def results(self, node: Node) -> list[Result]:
+        """One Result for each entry of the graph's output."""
+        positions = {n: i for i, n in enumerate(n for n in self.graph_module.graph.nodes if n.op == "placeholder")}
+        results = []
+        for item in node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]:
+            if isinstance(item, Node) and item.op == "placeholder":
+                results.append(Result(argument=positions[item]))
+            elif isinstance(item, Node) and item.target is aten.copy_.default and item.args[0] in positions:
+                results.append(Result(argument=positions[item.args[0]]))
+            elif isinstance(item, Node) and isinstance(item.meta.get("val"), torch.Tensor):
+                results.append(Result(index=self.output(self.spec(item.meta["val"], strided=True), self.env[item])))
+            else:
+                results.append(Result(value=self.resolve(item)))
+        return results
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes ``order``."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _location(node: Node, line: SourceLine | None) -> ir.Location:
+    name = ir.Location.name(str(node.target), childLoc=ir.Location.file(line.file, line.line, 0)) if line else ir.Location.name(str(node.target))
+    return name
+
+
+def lower(
+    graph_module: GraphModule, name: str, *, family: str, bindings: Bindings | None = None, donate: bool = False
+) -> Program:
+    """Lower a functional graph of aten ops whose nodes carry FakeTensor metadata.
+
+    Args:
+        graph_module: the graph; in-place ops only as ``copy_`` into placeholders.
+        name: the module's name; part of its text, not of its digest.
+        family: the platform family ("cpu", "tpu", "cuda") that platform-dependent rules are chosen for.
+        bindings: sympy symbols to numbers, for a graph with symbolic sizes.
+        donate: let a mutated argument's buffer be taken over by its new contents.
+
+    Raises:
+        UnsupportedOp: with every gap of the graph.
+        RuleMismatch: a rule broke its promise (our bug).
+    """
+    gaps = missing(graph_module)
+    if gaps:
+        raise UnsupportedNodes(gaps, name)
+    with make_context(), ir.Location.unknown():
+        module = ir.Module.create()
+        module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
+        for count in ("mhlo.num_partitions", "mhlo.num_replicas"):
+            module.operation.attributes[count] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
+        walk = GraphWalk(graph_module, bindings or {})
+        walk.ctx = LoweringContext(family, module, walk)
+        return _build(walk, module, name, donate)
+
+
+class UnsupportedNodes(UnsupportedOp):
+    """UnsupportedOp that remembers the FX nodes, so that the compiler can split the graph around them."""
+
+    def __init__(self, pairs: Sequence[tuple[Node, Gap]], graph: str) -> None:
+        super().__init__([gap for _, gap in pairs], graph)
+        self.nodes = [node for node, _ in pairs]
+
+
+def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Program:
+    with ir.InsertionPoint(module.body):
+        function = func.FuncOp("main", ir.FunctionType.get([], []), visibility="public")
+    walk.block = function.add_entry_block()
+    with ir.InsertionPoint(walk.block):
+        results: list[Result] = []
+        position = 0
+        for node in walk.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                walk.placeholder(node, position)
+                position += 1
+            elif node.op == "output":
+                results = walk.results(node)
+            else:
+                walk.visit(node)
+        if walk.gaps:
+            raise UnsupportedNodes(walk.gaps, name)
+        mutated = _mutations(walk)
+        func.ReturnOp([hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs])
+    return _finish(walk, module, function, name, results, mutated, donate)
+
+
+def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
+    """(position, result) of each argument that a trailing ``copy_`` overwrites; the last one wins."""
+    by_node = {n: i for i, n in enumerate(n for n in walk.graph_module.graph.nodes if n.op == "placeholder")}
+    last = {node.args[0]: value for node, value in walk.mutations}
+    mutated = []
+    for target, value in last.items():
+        spec = walk.spec(target.meta["val"], strided=True)
+        walk.outputs.append((spec if spec.order else TensorSpec.contiguous(spec.shape, spec.dtype), value))
+        mutated.append((by_node[target], len(walk.outputs) - 1))
+    return mutated
+
+
+def _finish(
+    walk: GraphWalk,
+    module: ir.Module,
+    function: func.FuncOp,
+    name: str,
+    results: list[Result],
+    mutated: list[tuple[int, int]],
+    donate: bool,
+) -> Program:
+    seed = [walk._seed] if walk._seed is not None else []
+    arguments = [*(i.value for i in walk.inputs), *(v for _, v in walk.constants), *seed]
+    _reorder_arguments(walk.block, arguments)
+    types = ir.FunctionType.get([a.type for a in walk.block.arguments], _return_types(walk.block))
+    function.attributes["function_type"] = ir.TypeAttr.get(types)
+    donated = _donate(walk, function, mutated, len(arguments)) if donate else ()
+    module.operation.verify()
+    return Program(
+        name=name,
+        bytecode=_bytecode(module.operation),
+        digest=digest(module),
+        inputs=tuple(i.spec for i in walk.inputs),
+        arguments=tuple(i.position for i in walk.inputs),
+        outputs=tuple(spec for spec, _ in walk.outputs),
+        results=tuple(results),
+        mutated=tuple(mutated),
+        donated=donated,
+        constants=tuple(t for t, _ in walk.constants),
+        random=walk._seed is not None,
+        ffi_handlers=tuple(sorted(walk.ffi)),
+        ops_per_tier=tuple(sorted(walk.tiers.items())),
+    )
+
+
+def _reorder_arguments(block: Any, wanted: list[ir.Value]) -> None:
+    """Block arguments appear in the order in which they were asked for; put inputs first, then constants, then the seed."""
+    if list(block.arguments) == wanted:
+        return
+    for value in wanted:
+        fresh = block.add_argument(value.type, ir.Location.unknown())
+        value.replace_all_uses_with(fresh)
+    for _ in wanted:
+        block.erase_argument(0)
+
+
+def _return_types(block: Any) -> list[ir.Type]:
+    terminator = list(block.operations)[-1]
+    return [operand.type for operand in terminator.operands]
+
+
+def _donate(walk: GraphWalk, function: func.FuncOp, mutated: list[tuple[int, int]], count: int) -> tuple[int, ...]:
+    """Alias each overwritten argument with the result that holds its new contents."""
+    index_of = {item.position: index for index, item in enumerate(walk.inputs)}
+    attributes = [ir.DictAttr.get({}) for _ in range(count)]
+    donated = []
+    for position, result in mutated:
+        index = index_of.get(position)
+        if index is not None and walk.inputs[index].spec.order is not None:
+            i32 = ir.IntegerType.get_signless(32)
+            attributes[index] = ir.DictAttr.get({"tf.aliasing_output": ir.IntegerAttr.get(i32, result)})
+            donated.append(index)
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+    return tuple(donated)
+
+
+def _bytecode(operation: Any) -> bytes:
+    buffer = io.BytesIO()
+    operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def digest(module: ir.Module) -> str:
+    """SHA-256 of the program without its source lines and its name: moving code or renaming a model changes no key."""
+    bare = module.operation.clone()
+    bare.attributes["sym_name"] = ir.StringAttr.get("program")
+    passmanager.PassManager.parse("builtin.module(strip-debuginfo)", context=module.context).run(bare)
+    return hashlib.sha256(_bytecode(bare)).hexdigest()
+
+
+def text(bytecode: bytes, *, locations: bool = False) -> str:
+    """A Program's bytecode as StableHLO text."""
+    with make_context():
+        module = ir.Module.parse(bytecode)
+        return module.operation.get_asm(enable_debug_info=locations, large_elements_limit=64)  # type: ignore[no-any-return]

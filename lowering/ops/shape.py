@@ -1,0 +1,293 @@
+"""Views, permutations, joins and splits. A view is a new value here: AOTAutograd has already turned writes through views into copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxlib.mlir.dialects import stablehlo
+
+from tpu_compile.lowering import hlo
+from tpu_compile.lowering.context import LoweringContext
+from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.registry import lowers
+
+aten = torch.ops.aten
+
+
+def axis(dim: int, rank: int) -> int:
+    """A non-negative axis; a 0-dim tensor takes 0 and -1 too."""
+    return dim % max(rank, 1)
+
+
+@lowers(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_copy.default, aten.view_copy.default)
+def view(ctx: LoweringContext, x: Value, *_: Any, **__: Any) -> Value:
+    return hlo.reshape(x, ctx.out.shape)
+
+
+@lowers(
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.squeeze_copy.dim, aten.unsqueeze_copy.default
+)
+def squeeze(ctx: LoweringContext, x: Value, *_: Any) -> Value:
+    return hlo.reshape(x, ctx.out.shape)
+
+
+@lowers(aten.expand.default, aten.expand_copy.default)
+def expand(ctx: LoweringContext, x: Value, size: Any, *, implicit: bool = False) -> Value:
+    return hlo.broadcast(x, ctx.out.shape)
+
+
+@lowers(aten.permute.default, aten.permute_copy.default)
+def permute(ctx: LoweringContext, x: Value, dims: Sequence[int]) -> Value:
+    return hlo.transpose(x, [axis(d, hlo.rank(x)) for d in dims])
+
+
+@lowers(aten.transpose.int, aten.transpose_copy.int)
+def transpose(ctx: LoweringContext, x: Value, dim0: int, dim1: int) -> Value:
+    order = list(range(hlo.rank(x)))
+    if order:
+        a, b = axis(dim0, len(order)), axis(dim1, len(order))
+        order[a], order[b] = order[b], order[a]
+    return hlo.transpose(x, order)
+
+
+@lowers(aten.t.default, aten.t_copy.default)
+def t(ctx: LoweringContext, x: Value) -> Value:
+    return hlo.transpose(x, range(hlo.rank(x))[::-1])
+
+
+@lowers(aten.slice.Tensor, aten.slice_copy.Tensor)
+def slice_(
+    ctx: LoweringContext, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Value:
+    at = axis(dim, hlo.rank(x))
+    low, high = clamp_range(start, end, hlo.shape(x)[at])
+    return hlo.slice_axis(x, at, low, high, step)
+
+
+def clamp_range(start: int | None, end: int | None, size: int) -> tuple[int, int]:
+    """Python's slice bounds for an axis of ``size``."""
+    low, high, _ = slice(start, end).indices(size)
+    return low, max(low, high)
+
+
+@lowers(aten.select.int, aten.select_copy.int)
+def select(ctx: LoweringContext, x: Value, dim: int, index: int) -> Value:
+    at = axis(dim, hlo.rank(x))
+    index %= hlo.shape(x)[at]
+    return hlo.reshape(hlo.slice_axis(x, at, index, index + 1), ctx.out.shape)
+
+
+@lowers(aten.cat.default)
+def cat(ctx: LoweringContext, tensors: Sequence[Value], dim: int = 0) -> Value:
+    out = ctx.out
+    parts = [hlo.convert(t, out.dtype) for t in tensors if hlo.shape(t) != [0] or len(out.shape) == 1]
+    return hlo.concatenate(parts, axis(dim, len(out.shape)))
+
+
+@lowers(aten.stack.default)
+def stack(ctx: LoweringContext, tensors: Sequence[Value], dim: int = 0) -> Value:
+    out = ctx.out
+    at = axis(dim, len(out.shape))
+    return hlo.concatenate([hlo.unsqueeze(hlo.convert(t, out.dtype), at) for t in tensors], at)
+
+
+@lowers(aten.split.Tensor, aten.unsafe_split.Tensor)
+def split(ctx: LoweringContext, x: Value, split_size: int, dim: int = 0) -> list[Value]:
+    at = axis(dim, hlo.rank(x))
+    return _pieces(x, at, [o.shape[at] for o in ctx.outs])
+
+
+@lowers(aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.unsafe_split_with_sizes.default)
+def split_with_sizes(ctx: LoweringContext, x: Value, split_sizes: Sequence[int], dim: int = 0) -> list[Value]:
+    return _pieces(x, axis(dim, hlo.rank(x)), split_sizes)
+
+
+def _pieces(x: Value, at: int, sizes: Sequence[int]) -> list[Value]:
+    starts = np.cumsum([0, *sizes]).tolist()
+    return [hlo.slice_axis(x, at, s, s + n) for s, n in zip(starts, sizes, strict=False)]
+
+
+@lowers(aten.unbind.int, aten.unbind_copy.int)
+def unbind(ctx: LoweringContext, x: Value, dim: int = 0) -> list[Value]:
+    at = axis(dim, hlo.rank(x))
+    return [hlo.squeeze(piece, [at]) for piece in _pieces(x, at, [1] * hlo.shape(x)[at])]
+
+
+@lowers(aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias_copy.default)
+def alias(ctx: LoweringContext, x: Value) -> Value:
+    return x
+
+
+@lowers(aten.clone.default)
+def clone(ctx: LoweringContext, x: Value, *, memory_format: Any = None) -> Value:
+    return x
+
+
+@lowers(aten.copy.default, aten.copy_.default)
+def copy(ctx: LoweringContext, x: Value, src: Value, non_blocking: bool = False) -> Value:
+    return hlo.broadcast(hlo.convert(src, ctx.out.dtype), ctx.out.shape)
+
+
+@lowers(aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.to.dtype)
+def to_copy(ctx: LoweringContext, x: Value, *_: Any, **__: Any) -> Value:
+    return hlo.convert(x, ctx.out.dtype)
+
+
+@lowers(aten.flip.default)
+def flip(ctx: LoweringContext, x: Value, dims: Sequence[int]) -> Value:
+    return hlo.reverse(x, sorted({axis(d, hlo.rank(x)) for d in dims})) if hlo.rank(x) else x
+
+
+@lowers(aten.roll.default)
+def roll(ctx: LoweringContext, x: Value, shifts: Any, dims: Any = ()) -> Value:
+    shifts = shifts if isinstance(shifts, (list, tuple)) else [shifts]
+    if not dims:
+        return hlo.reshape(_roll(hlo.reshape(x, [hlo.numel(x)]), shifts[0], 0), hlo.shape(x))
+    for shift, dim in zip(shifts, dims if isinstance(dims, (list, tuple)) else [dims], strict=True):
+        x = _roll(x, shift, axis(dim, hlo.rank(x)))
+    return x
+
+
+def _roll(x: Value, shift: int, at: int) -> Value:
+    size = hlo.shape(x)[at] if hlo.rank(x) else 0
+    cut = -shift % size if size else 0
+    return hlo.concatenate([hlo.slice_axis(x, at, cut, size), hlo.slice_axis(x, at, 0, cut)], at) if cut else x
+
+
+@lowers(aten.repeat.default)
+def repeat(ctx: LoweringContext, x: Value, repeats: Sequence[int]) -> Value:
+    sizes = [1] * (len(repeats) - hlo.rank(x)) + hlo.shape(x)
+    between = [s for pair in zip(repeats, sizes, strict=True) for s in pair]
+    wide = hlo.broadcast_in_dim(hlo.reshape(x, sizes), between, range(1, 2 * len(sizes), 2))
+    return hlo.reshape(wide, ctx.out.shape)
+
+
+@lowers(aten.constant_pad_nd.default)
+def constant_pad_nd(ctx: LoweringContext, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
+    low, high = [0] * hlo.rank(x), [0] * hlo.rank(x)
+    for i in range(len(pad) // 2):
+        low[-1 - i], high[-1 - i] = pad[2 * i], pad[2 * i + 1]
+    return hlo.pad(x, value, low, high)
+
+
+def _triangle(x: Value, diagonal: int, direction: str) -> Value:
+    sizes = hlo.shape(x)[-2:]
+    rows, columns = hlo.iota(sizes, 0), hlo.iota(sizes, 1)
+    keep = hlo.compare(columns, stablehlo.add(rows, hlo.full_like(rows, diagonal)), direction)
+    return hlo.select(hlo.broadcast(keep, hlo.shape(x)), x, hlo.full_like(x, 0))
+
+
+@lowers(aten.tril.default)
+def tril(ctx: LoweringContext, x: Value, diagonal: int = 0) -> Value:
+    return _triangle(x, diagonal, "LE")
+
+
+@lowers(aten.triu.default)
+def triu(ctx: LoweringContext, x: Value, diagonal: int = 0) -> Value:
+    return _triangle(x, diagonal, "GE")
+
+
+@lowers(aten.as_strided.default, aten.as_strided_copy.default)
+def as_strided(
+    ctx: LoweringContext, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Value:
+    """A gather from the row-major memory of ``x``: what AOTAutograd hands us is never a view of anything larger."""
+    index = np.full((), storage_offset or 0, np.int64)
+    for length, step in zip(size, stride, strict=True):
+        index = index[..., None] + np.arange(length) * step
+    flat = hlo.reshape(x, [hlo.numel(x)])
+    if index.size == 0:
+        return hlo.full(0, ctx.out.dtype, ctx.out.shape)
+    if index.size == hlo.numel(x) and np.array_equal(index.reshape(-1), np.arange(index.size)):
+        return hlo.reshape(flat, size)
+    return take_static(flat, index)
+
+
+def take_static(flat: Value, index: np.ndarray) -> Value:
+    """Elements of a 1-dim value at known positions; an affine pattern is built from iotas, so that no table lands in the program."""
+    positions = hlo.full(int(index.flat[0]), torch.int32, index.shape)
+    for at in range(index.ndim):
+        if index.shape[at] > 1:
+            step = int(np.take(index, 1, at).flat[0] - index.flat[0])
+            counts = hlo.iota(index.shape, at)
+            positions = stablehlo.add(positions, stablehlo.multiply(counts, hlo.full_like(counts, step)))
+    return hlo.gather(
+        flat, hlo.unsqueeze(positions, index.ndim), offset_dims=(), collapsed=(0,), start_index_map=(0,), slice_sizes=(1,)
+    )
+
+
+@lowers(aten.unfold.default)
+def unfold(ctx: LoweringContext, x: Value, dimension: int, size: int, step: int) -> Value:
+    at = axis(dimension, hlo.rank(x))
+    if not hlo.rank(x):
+        return hlo.reshape(x, ctx.out.shape)
+    count = ctx.out.shape[at]
+    windows = [hlo.slice_axis(x, at, i, i + (count - 1) * step + 1, step) for i in range(size)]
+    if not windows:
+        return hlo.full(0, ctx.out.dtype, ctx.out.shape)
+    return hlo.concatenate([hlo.unsqueeze(w, hlo.rank(w)) for w in windows], hlo.rank(x))
+
+
+@lowers(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(ctx: LoweringContext, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    a, b = axis(dim1, hlo.rank(x)), axis(dim2, hlo.rank(x))
+    order = [i for i in range(hlo.rank(x)) if i not in (a, b)] + [a, b]
+    x = hlo.transpose(x, order)
+    length = ctx.out.shape[-1]
+    row, column = max(-offset, 0), max(offset, 0)
+    x = hlo.slice_axis(hlo.slice_axis(x, hlo.rank(x) - 2, row, row + length), hlo.rank(x) - 1, column, column + length)
+    sizes = hlo.shape(x)[-2:]
+    on = hlo.compare(hlo.iota(sizes, 0), hlo.iota(sizes, 1), "EQ")
+    kept = hlo.select(hlo.broadcast(on, hlo.shape(x)), x, hlo.full_like(x, 0))
+    return hlo.reduce(kept, [hlo.rank(x) - 1], "or" if hlo.dtype(x) == torch.bool else "add")
+
+
+@lowers(aten.slice_scatter.default)
+def slice_scatter(
+    ctx: LoweringContext, x: Value, src: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Value:
+    at = axis(dim, hlo.rank(x))
+    size = hlo.shape(x)[at]
+    low, high = clamp_range(start, end, size)
+    count = len(range(low, high, step))
+    if not count:
+        return x
+    src = hlo.broadcast(hlo.convert(src, hlo.dtype(x)), [*hlo.shape(x)[:at], count, *hlo.shape(x)[at + 1 :]])
+    last = low + (count - 1) * step + 1
+    lows, highs, inner = ([0] * hlo.rank(x) for _ in range(3))
+    lows[at], highs[at], inner[at] = low, size - last, step - 1
+    if step == 1:
+        pieces = [hlo.slice_axis(x, at, 0, low), src, hlo.slice_axis(x, at, last, size)]
+        return hlo.concatenate([p for p in pieces if hlo.shape(p)[at]], at)
+    positions = hlo.iota([size], 0)
+    offset = stablehlo.subtract(positions, hlo.full_like(positions, low))
+    inside = stablehlo.and_(
+        stablehlo.and_(hlo.compare(offset, hlo.full_like(offset, 0), "GE"), hlo.compare(positions, hlo.full_like(positions, last), "LT")),
+        hlo.compare(stablehlo.remainder(offset, hlo.full_like(offset, step)), hlo.full_like(offset, 0), "EQ"),
+    )
+    mask = hlo.broadcast_in_dim(inside, hlo.shape(x), [at])
+    return hlo.select(mask, hlo.pad(src, 0, lows, highs, inner), x)
+
+
+@lowers(aten.select_scatter.default)
+def select_scatter(ctx: LoweringContext, x: Value, src: Value, dim: int, index: int) -> Value:
+    at = axis(dim, hlo.rank(x))
+    index %= hlo.shape(x)[at]
+    source = hlo.unsqueeze(hlo.convert(src, hlo.dtype(x)), at)
+    pieces = [hlo.slice_axis(x, at, 0, index), source, hlo.slice_axis(x, at, index + 1, hlo.shape(x)[at])]
+    return hlo.concatenate([p for p in pieces if hlo.shape(p)[at]], at)
+
+
+@lowers(aten.pixel_shuffle.default)
+def pixel_shuffle(ctx: LoweringContext, x: Value, upscale_factor: int) -> Value:
+    r = upscale_factor
+    *lead, c, h, w = hlo.shape(x)
+    n = len(lead)
+    x = hlo.reshape(x, [*lead, c // (r * r), r, r, h, w])
+    x = hlo.transpose(x, [*range(n), n, n + 3, n + 1, n + 4, n + 2])
+    return hlo.reshape(x, ctx.out.shape)
+
+

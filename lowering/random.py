@@ -1,0 +1,94 @@
+"""Random numbers without hidden state: before the partitioner sees a graph, every random op becomes a pure function of a key.
+
+``aten.bernoulli.p(x, p)`` turns into ``k = tpu_compile.rng_key(i); tpu_compile.bernoulli_p(k, x, p)``. The key of a call is (seed, i): the seed is
+an argument of the program, fresh at each call. A key is always saved for the backward, never drawn again, so a recomputed dropout sees its own mask.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+aten = torch.ops.aten
+
+RANDOM_OPS = (
+    aten.rand.default,
+    aten.rand_like.default,
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.randperm.default,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.normal.Tensor_Tensor,
+    aten.normal.float_float,
+    aten.exponential.default,
+    aten.geometric.default,
+    aten.cauchy.default,
+    aten.log_normal.default,
+    aten.multinomial.default,
+)
+"""Every aten op that draws. Their keyed twins are made from the schemas."""
+
+_library = torch.library.Library("tpu_compile", "DEF")
+_library.define("rng_key(int index) -> Tensor")
+rng_key = torch.ops.tpu_compile.rng_key.default
+
+
+@lru_cache(maxsize=1)
+def keyed_ops() -> dict[Any, Any]:
+    """aten's random overloads → our overloads that take a key in front."""
+    return {op: _keyed(op) for op in RANDOM_OPS}
+
+
+def _keyed(op: Any) -> Any:
+    schema = op._schema
+    base = schema.name.split("::")[1]
+    name = f"{base}_{schema.overload_name}" if schema.overload_name else base
+    text = str(schema)
+    signature = text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
+    signature = signature.replace("*, , ", "*, ")
+    _library.define(f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}")
+    return getattr(torch.ops.tpu_compile, name).default
+
+
+def functionalize_random(graph_module: GraphModule) -> None:
+    """Replace random ops in place. Keys are numbered in graph order, so that a program's numbers depend on the program alone."""
+    graph = graph_module.graph
+    twins = keyed_ops()
+    drawing = [n for n in graph.nodes if n.op == "call_function" and n.target in twins]
+    for index, node in enumerate(drawing):
+        with graph.inserting_before(node):
+            key = graph.call_function(rng_key, (index,))
+            key.meta["val"] = _fake_key(node)
+            key.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            kwargs = {k: v for k, v in node.kwargs.items() if k != "generator"}
+            pure = graph.call_function(twins[node.target], (key, *_without_generator(node)), kwargs)
+        pure.meta.update(node.meta)
+        key.meta.update({k: node.meta[k] for k in ("stack_trace", "partitioner_tag", "ac_graph_id") if k in node.meta})
+        node.replace_all_uses_with(pure)
+        graph.erase_node(node)
+    if drawing:
+        graph_module.recompile()
+
+
+def _without_generator(node: Any) -> tuple[Any, ...]:
+    names = [a.name for a in node.target._schema.arguments if not a.kwarg_only]
+    return tuple(v for name, v in zip(names, node.args, strict=False) if name != "generator")
+
+
+def _fake_key(node: Any) -> torch.Tensor:
+    value = node.meta["val"]
+    with value.fake_mode:
+        return torch.empty(2, dtype=torch.int64, device=value.device)

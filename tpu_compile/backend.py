@@ -1,0 +1,93 @@
+"""The Dynamo backend: options in, AOTAutograd around, ``compile_graph`` for every graph it makes.
+
+Found through the entry points ``tpu`` and ``tpu_compile``; nothing heavy is imported until the first compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from tpu_compile.config import OPTIONS, override, scoped
+from tpu_compile.errors import ConfigError, TpuCompileError, TpuCompileWarning, nearest
+
+
+def tpu(graph_module: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+    """Compile a Dynamo graph: ``torch.compile(model, backend="tpu", options={...})``.
+
+    Args:
+        mode: accepted, since torch passes it; there is nothing for it to choose here.
+        options: knobs of ``tpu_compile.config`` that a compile may set; see ``tpu_compile.config.OPTIONS``.
+
+    Raises:
+        ConfigError: an unknown option, with the nearest known name.
+        UnsupportedOp: under ``fullgraph=True``, every op that nothing lowers, with its line.
+    """
+    try:
+        chosen = check_options(options or {})
+        if mode not in (None, "default"):
+            _warn_once(f"mode={mode!r} has no effect on backend='tpu': XLA always optimises. Leave it out.")
+        return _compile(graph_module, example_inputs, chosen)
+    except TpuCompileError as error:
+        from tpu_compile.capture import through_dynamo
+
+        raise through_dynamo(error)  # noqa: B904 -- the same error
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are ours. Inductor's, which ``torch.compile(mode=...)`` sends along by itself, are dropped with one warning.
+
+    Raises:
+        ConfigError: a name that neither we nor inductor know.
+    """
+    ours = {}
+    for name, value in options.items():
+        if name in OPTIONS:
+            ours[name] = value
+        elif _inductor_has(name):
+            _warn_once(f"option {name!r} is inductor's and has no effect on backend='tpu'.")
+        else:
+            raise ConfigError(f"backend='tpu' has no option {name!r}.{nearest(name, OPTIONS)}")
+    return ours
+
+
+def _inductor_has(name: str) -> bool:
+    from torch._inductor import config as inductor
+
+    return name.replace("-", "_") in inductor._config
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, TpuCompileWarning, stacklevel=4)
+
+
+def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any]) -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+
+    from tpu_compile import capture
+    from tpu_compile.lowering.decompositions import decompositions
+
+    one_graph, name = capture.one_graph(), capture.frame_name()
+    scope = scoped(chosen)
+
+    def compiler(kind: str) -> Any:
+        def compile_one(graph: Any, _: Sequence[Any]) -> Any:
+            with ExitStack() as stack:
+                stack.enter_context(override(**scope))
+                return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph)
+
+        return compile_one
+
+    aot = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=capture.partition,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    return aot(graph_module, example_inputs)

@@ -1,0 +1,67 @@
+"""What we ask of Dynamo and AOTAutograd, private names included: one function a question, each with a probe test."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+
+from tpu_compile.compiler import compile_graph
+from tpu_compile.errors import TpuCompileError
+from tpu_compile.lowering.random import functionalize_random
+
+
+def one_graph() -> bool:
+    """Whether the user said ``fullgraph=True``. Dynamo tells it only while the forward compiles."""
+    try:
+        return bool(InstructionTranslator.current_tx().one_graph)
+    except AttributeError:  # no translator is at work: AOTAutograd was called by hand
+        return False
+
+
+def frame_name() -> str:
+    """The name of the function that Dynamo is compiling, as an identifier."""
+    try:
+        code = InstructionTranslator.current_tx().f_code
+    except AttributeError:
+        return "graph"
+    return re.sub(r"\W+", "_", code.co_name).strip("_") or "graph"
+
+
+def through_dynamo(error: TpuCompileError) -> TpuCompileError:
+    """``error``, of a subclass that Dynamo hands to the user as it is: others arrive wrapped in BackendCompilerFailed."""
+    cls = type(error)
+    if not isinstance(error, ShortenTraceback):
+        error.__class__ = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        error.first_useful_frame = None  # type: ignore[attr-defined]
+    return error
+
+
+def static_arguments(graph: torch.fx.Graph, kind: str) -> frozenset[int]:
+    """Positions of the arguments that stay the same memory from call to call: parameters and buffers."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    static = frozenset(getattr(metadata, "static_input_indices", None) or ())
+    if kind != "backward":
+        return static
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    saved = {i: re.fullmatch(r"primals_(\d+)", name) for i, name in enumerate(names)}
+    return frozenset(i for i, match in saved.items() if match and int(match[1]) - 1 in static)
+
+
+def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys."""
+    functionalize_random(joint)
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)  # type: ignore[no-any-return]
+
+
+def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:
+    """Compile one of AOTAutograd's graphs."""
+    functionalize_random(graph_module)
+    return compile_graph(graph_module, name, kept=static_arguments(graph_module.graph, kind), one_graph=one_graph)

@@ -1,0 +1,270 @@
+"""``tpu-compile cache``: list, explain, verify, prune, clear, export and import what the cache holds.
+
+Exit status: 0 done; 1 a fault (``verify``: something is wrong; ``import``: something was refused); 2 a wrong command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tpu_compile.cache import CacheStore, EntryInfo, nearest
+from tpu_compile.cache.archive import Transfer, export_archive, import_archive
+from tpu_compile.cache.explain import bullets, is_hash
+from tpu_compile.config import KNOBS
+from tpu_compile.errors import ConfigError, TpuCompileError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+class _Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return int(KNOBS["cache_max_size"].check(value, "size"))
+        except ConfigError:
+            self.fail(f"{value!r} is no size; write 512MiB or 20GB.", param, ctx)
+
+
+class _Duration(click.ParamType[float]):
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", str(value).lower())
+        if match is None:
+            self.fail(f"{value!r} is no duration; write 45m, 12h, 30d or 2w.", param, ctx)
+        return float(match[1]) * _SECONDS[match[2]]
+
+
+@click.group()
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="Another cache than the configured one.")
+@click.pass_context
+def cache(ctx: click.Context, directory: Path | None) -> None:
+    """Compiled programs on disk: what is there, what it saved, why something missed."""
+    with _friendly():
+        ctx.obj = CacheStore(directory)
+
+
+@contextlib.contextmanager
+def _friendly() -> Iterator[None]:
+    """Faults as one line and exit status 1."""
+    try:
+        yield
+    except TpuCompileError as fault:
+        raise click.ClickException(str(fault)) from None
+    except OSError as fault:
+        raise click.ClickException(f"{fault.filename or 'the cache'}: {fault.strerror or fault}") from None
+
+
+@cache.command("ls")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@click.pass_obj
+def list_entries(store: CacheStore, as_json: bool) -> None:
+    """List the entries, most recently used first."""
+    with _friendly():
+        infos = list(store.entries())
+    if as_json:
+        click.echo(json.dumps([_record(info) for info in infos], indent=1))
+        return
+    columns = ("key", "name", "arguments", "platform", "size", "last used", "hits", "saved")
+    _table(columns, [_row(info) for info in infos])
+    click.echo(f"{len(infos)} entries, {_bytes(sum(info.size for info in infos))} in {store.folder.root}")
+
+
+@cache.command()
+@click.argument("key")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+@click.pass_obj
+def explain(store: CacheStore, key: str, as_json: bool) -> None:
+    """Show what KEY is made of, and how it differs from the entry nearest to it.
+
+    KEY is the beginning of a key, or a program's name, as `ls` shows them.
+    """
+    with _friendly():
+        infos = list(store.entries())
+    info = _select(infos, key)
+    near = nearest(infos, info.header.name, info.header.parts, info.header.digest)
+    if as_json:
+        other = {"nearest": _record(near.entry), "differences": list(near.differences)} if near else {"nearest": None}
+        click.echo(json.dumps({**_record(info), **other}, indent=1))
+        return
+    click.echo(f"{info.header.name} {info.header.digest}")
+    _table(("part", "value"), [(label, _shorten(value, 160)) for label, value in info.header.parts.items()])
+    if near is None:
+        click.echo("There is no other entry to compare with.")
+        return
+    other_header = near.entry.header
+    click.echo(f"Nearest: {other_header.name} ({other_header.digest[:12]}), {_ago(other_header.created)}. It differs:")
+    click.echo(bullets(near.differences))
+
+
+@cache.command()
+@click.option("--repair", is_flag=True, help="Remove what cannot be used.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
+@click.pass_obj
+def verify(store: CacheStore, repair: bool, as_json: bool) -> None:
+    """Read and check every entry. Exit status 1 when something is wrong with one."""
+    with _friendly():
+        problems = store.verify(remove=repair)
+        total = len(store.folder.scan())
+    if as_json:
+        click.echo(json.dumps([{**dataclasses.asdict(p), "path": str(p.path)} for p in problems], indent=1))
+    else:
+        for problem in problems:
+            click.echo(f"{problem.path}: {problem.kind}: {problem.reason}")
+        done = "removed" if repair else "found; `tpu-compile cache verify --repair` removes them"
+        click.echo(f"{len(problems)} problems {done}." if problems else f"All {total} entries are sound.")
+    sys.exit(1 if problems else 0)
+
+
+@cache.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
+@click.pass_obj
+def stats(store: CacheStore, as_json: bool) -> None:
+    """What the cache holds and what it has saved."""
+    with _friendly():
+        figures = store.stats()
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(figures), "directory": str(figures.directory)}, indent=1))
+        return
+    cap = _bytes(figures.max_size) if figures.max_size else "no cap"
+    click.echo(f"directory        {figures.directory}")
+    click.echo(f"entries          {figures.entries}")
+    click.echo(f"size             {_bytes(figures.bytes)} of {cap}; {_bytes(figures.payload_bytes)} uncompressed")
+    click.echo(f"hits             {figures.hits}")
+    click.echo(f"compiling        {_duration(figures.compile_seconds)} spent, {_duration(figures.seconds_saved)} saved")
+    if figures.entries:
+        click.echo(f"longest unused   {_ago(figures.least_recent_use)}")
+
+
+@cache.command()
+@click.option("--max-size", type=_Size(), help="Evict the longest unused until this is left: 500MB.")
+@click.option("--older-than", type=_Duration(), help="Evict what was not used for so long: 30d.")
+@click.pass_obj
+def prune(store: CacheStore, max_size: int | None, older_than: float | None) -> None:
+    """Make room. Entries that are being read stay."""
+    if max_size is None and older_than is None:
+        max_size = store.max_size or None
+    with _friendly():
+        removed = store.prune(max_size=max_size, older_than=older_than)
+    click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}.")
+
+
+@cache.command()
+@click.pass_obj
+def clear(store: CacheStore) -> None:
+    """Remove every entry."""
+    with _friendly():
+        removed = store.clear()
+    click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}, from {store.folder.root}.")
+
+
+@cache.command("export")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.pass_obj
+def export_file(store: CacheStore, file: Path) -> None:
+    """Write all sound entries into FILE (.tar, .tar.gz or .zip), to be imported on other machines."""
+    with _friendly():
+        result = export_archive(store, file)
+    _report_transfer(result, f"Exported {result.copied} entries, {_bytes(result.bytes)}, to {file}.")
+
+
+@cache.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.pass_obj
+def import_file(store: CacheStore, file: Path) -> None:
+    """Add the entries in FILE to the cache. They are native code: import only what you trust, or sign it.
+
+    With TPU_COMPILE_CACHE_KEY set, entries that are not signed with it are refused.
+    """
+    with _friendly():
+        result = import_archive(store, file)
+    _report_transfer(result, f"Imported {result.copied} entries, {_bytes(result.bytes)}; {result.present} were there.")
+
+
+def _report_transfer(result: Transfer, summary: str) -> None:
+    for digest, reason in result.refused.items():
+        click.echo(f"refused {digest[:12]}: {reason}", err=True)
+    click.echo(summary)
+    sys.exit(1 if result.refused else 0)
+
+
+def _select(infos: Sequence[EntryInfo], key: str) -> EntryInfo:
+    found = [info for info in infos if info.header.digest.startswith(key.lower())]
+    found = found or [info for info in infos if info.header.name == key]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = bullets(f"{info.header.digest[:16]} {info.header.name}, {_ago(info.header.created)}" for info in found)
+        raise click.ClickException(f"{key!r} fits {len(found)} entries; give one of these keys:\n{listed}")
+    raise click.ClickException(f"No key begins with {key!r}, no program has that name: see `tpu-compile cache ls`.")
+
+
+def _record(info: EntryInfo) -> dict[str, Any]:
+    use = {"size": info.size, "used": info.used, "hits": info.hits, "seconds_saved": info.seconds_saved}
+    return {**dataclasses.asdict(info.header), "path": str(info.path), **use}
+
+
+def _row(info: EntryInfo) -> tuple[str, ...]:
+    parts = info.header.parts
+    return (
+        info.header.digest[:12],
+        info.header.name,
+        _shorten(parts.get("arguments", ""), 40),
+        parts.get("platform", ""),
+        _bytes(info.size),
+        _ago(info.used),
+        str(info.hits),
+        _duration(info.seconds_saved),
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A drawn table on a terminal, tab-separated lines without a heading elsewhere."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            click.echo("\t".join(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))  # as text: [8,128] is no markup
+    Console().print(table)
+
+
+def _shorten(text: str, width: int) -> str:
+    if is_hash(text):
+        return f"{text.split(':')[1][:12]}… ({_bytes(int(text.split(':')[2]))})"
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _ago(when: float) -> str:
+    return f"{_duration(max(0.0, time.time() - when))} ago"
