@@ -56,7 +56,7 @@ _PINNED = {
     "cuda": {"xla_gpu_enable_fast_min_max": False},
     "tpu": {},
 }
-"""Options that keep NaN and infinity as torch has them, whatever XLA's defaults become. XLA_FLAGS may still name them."""
+"""Options that keep NaN and infinity as torch has them, whatever XLA's defaults become; XLA_FLAGS may name them."""
 
 
 class _OneDevice(xc.SingleDeviceSharding):  # type: ignore[misc]
@@ -155,13 +155,13 @@ class Client:
         return self._place(t, True, _DURING_CALL)
 
     def share(self, t: torch.Tensor) -> Buffer:
-        """The memory of a CPU tensor as a buffer; copied only if it is not row-major and 64-byte aligned in host memory.
+        """The memory of a CPU tensor as a buffer; a copy unless it is row-major, 64-byte aligned and the host's.
 
         The buffer keeps the memory alive. A program reads it while it runs: overwriting the tensor changes its results.
         """
-        if self.host_memory and not t.data_ptr() % _ALIGNMENT and t.is_contiguous() and not t.is_conj() and not t.is_neg():
-            return self._place(t, False, _ZERO_COPY)
-        return self.put(t)
+        if not self.host_memory or t.data_ptr() % _ALIGNMENT or not t.is_contiguous() or t.is_conj() or t.is_neg():
+            return self.put(t)
+        return self._place(t, False, _ZERO_COPY)
 
     def _place(self, t: torch.Tensor, copy: bool, semantics: Any) -> Buffer:
         try:
@@ -262,6 +262,8 @@ def compile_error(error: Exception, bytecode: bytes, name: str, options: Compile
     if "No such compile option" in message or "While setting option" in message:
         return ConfigError(f"xla_options={dict(options.xla_options)}: {status.excerpt(message)}")
     where = status.source_line(message)
+    if "No FFI handler registered" in message:
+        message += "\nThe handlers of jaxlib (runtime.ffi) reach only the CPU client inside jaxlib, not a plugin's."
     folder = _dump(bytecode, message, name)
     what = f"XLA could not compile {name}{f' ({where})' if where else ''}"
     text = f"{what}: {status.excerpt(message)}\nThe program and the message: {folder}"
@@ -314,7 +316,7 @@ def _open(platform: str, options: Mapping[str, str]) -> Client:
     return Client(xc.make_cpu_client(), {"plugin": "embedded"})
 
 
-def register_custom_call(name: str, function: Any, api_version: int) -> None:
-    """Register a handler with the CPU client, now or when one is opened, unless it is registered."""
-    if name not in xc.custom_call_targets("Host"):
-        xc.register_custom_call_target(name, function, "cpu", api_version)
+def register_custom_call(name: str, function: Any) -> None:
+    """Register a typed FFI handler with the CPU client inside jaxlib, now or when it is opened."""
+    if name not in xc.custom_call_targets("cpu"):
+        xc.register_custom_call_target(name, function, "cpu", 1)
