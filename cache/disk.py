@@ -54,7 +54,10 @@ class Folder:
 
     def prepare(self, folder: Path) -> None:
         """Create ``folder`` (0700) or check that it is a directory of ours, and close it to others."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError as fault:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), fault.filename) from None
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         info = self._check_folder(folder)

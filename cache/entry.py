@@ -200,11 +200,9 @@ def read_payload(read: Reader, header: Header) -> bytes:
     stored = read(header.stored_size)
     if len(stored) != header.stored_size or hashlib.sha256(stored).hexdigest() != header.sha256:
         raise Rejected("damaged", "its payload does not match its checksum")
-    if header.codec == "none":
-        return stored
-    if header.codec != "zlib":
+    if header.codec not in ("none", "zlib"):
         raise Rejected("newer", f"its payload is compressed with {header.codec!r}")
-    payload = _decompress(stored, header.payload_size)
+    payload = stored if header.codec == "none" else _decompress(stored, header.payload_size)
     if len(payload) != header.payload_size:
         raise Rejected("damaged", f"its payload does not have the {header.payload_size} bytes it claims")
     return payload
@@ -223,11 +221,13 @@ def _parse(text: bytes) -> Header:
     try:
         fields = json.loads(text)
         header = Header(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise Rejected("damaged", f"its header cannot be read: {error}") from None
     wrong = [name for name, kind in _TYPES.items() if not isinstance(fields[name], kind)]
-    if wrong or not all(isinstance(value, str) for value in header.parts.values()):
-        raise Rejected("damaged", f"its header has fields of the wrong type: {', '.join(wrong) or 'parts'}")
+    wrong = wrong or [name for name in ("stored_size", "payload_size") if fields[name] < 0]
+    wrong = wrong or ["parts"] * (not all(isinstance(value, str) for value in header.parts.values()))
+    if wrong:
+        raise Rejected("damaged", f"its header makes no sense: {', '.join(wrong)}")
     return header
 
 

@@ -19,7 +19,7 @@ _CODE_FEATURES = re.compile(
     r"sse\w*|ssse3|pni|avx\w*|amx\w*|fma\w*|f16c|xop|bmi\d|adx|aes|vaes|v?pclmulqdq|sha\w*|gfni|popcnt|abm|lzcnt|movbe"
     r"|cx16|rdrand|rdseed|xsave\w*|lahf_lm|fsgsbase|clwb|clflushopt|mmx\w*|tbm|prfchw|3dnowprefetch|serialize|movdir\w*"
 )
-"""x86 features that code generation looks at. The kernel lists others (mitigations, virtualisation) that come and go."""
+"""x86 features that code generation looks at. Others (mitigations, virtualisation) come and go with the kernel."""
 _BLOCKS, _BLOCK_SIZE = 64, 4096
 
 

@@ -50,7 +50,7 @@ def contained(action: str, path: Path) -> Iterator[None]:
     except Rejected as fault:
         problem = fault.kind, f"Cache entry {path} is not used: {fault}."
     except OSError as fault:
-        kind = f"{action}: {errno.errorcode.get(fault.errno or 0, 'OSError')}"
+        kind = errno.errorcode.get(fault.errno or 0, "OSError")  # not the action: one cause, one warning
         problem = kind, f"Cannot {action} {path}: {_reason(fault)}."
     else:
         return
@@ -62,6 +62,7 @@ def _reason(fault: OSError) -> str:
         errno.ENOSPC: "the disk is full; `tpu-compile cache prune --max-size 1GB` makes room",
         errno.EDQUOT: "the disk quota is used up; `tpu-compile cache prune --max-size 1GB` makes room",
         errno.EROFS: "the file system is read-only; TPU_COMPILE_CACHE_DIR moves the cache",
+        errno.ENOTDIR: "a file is in the way; TPU_COMPILE_CACHE_DIR moves the cache",
         errno.EACCES: "permission denied; TPU_COMPILE_CACHE_DIR moves the cache",
     }
     return hints.get(fault.errno or 0, fault.strerror or str(fault))

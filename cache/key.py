@@ -62,6 +62,6 @@ def _digest(parts: tuple[tuple[str, str | bytes], ...], readable: Mapping[str, s
 
 
 def _fields(label: str, value: str | bytes, readable: str) -> Iterator[bytes]:
-    yield label.encode()
+    yield label.encode("utf-8", "surrogatepass")
     yield b"text" if isinstance(value, str) else b"bytes"
-    yield readable.encode("utf-8", "surrogateescape")
+    yield readable.encode("utf-8", "surrogatepass")
