@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import func
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from tpu_compile.errors import Gap, RuleMismatch, UnsupportedDtype, UnsupportedOp
@@ -88,25 +88,12 @@ def _gap(node: Node) -> Gap | None:
     if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in _ASSERTIONS:
         return None
     line = str(where(node) or "")
-    unbacked = [s for s in _symbols(node.meta.get("val")) if str(s).startswith(("u", "zuf"))]
-    if unbacked:
+    if node.meta.get("unbacked_bindings"):
         hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
         return Gap(str(node.target), "its result's shape or value depends on data", line, hint)
     if registry.get(node.target) is None:
         return Gap(str(node.target), "no rule lowers it", line)
     return None
-
-
-def _symbols(value: Any) -> Iterator[Any]:
-    if isinstance(value, _SYMBOLIC):
-        yield from value.node.expr.free_symbols
-    elif isinstance(value, torch.Tensor):
-        for size in value.shape:
-            if isinstance(size, torch.SymInt):
-                yield from size.node.expr.free_symbols
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _symbols(item)
 
 
 def _evaluated(node: Node) -> bool:
@@ -183,7 +170,9 @@ class GraphWalk:
     def number(self, value: Any) -> Any:
         """A Python number: itself, or a symbolic one with the bindings put in."""
         if isinstance(value, _SYMBOLIC):
-            result = value.node.expr.xreplace(self.bindings) if hasattr(value.node.expr, "xreplace") else value.node.expr
+            result = (
+                value.node.expr.xreplace(self.bindings) if hasattr(value.node.expr, "xreplace") else value.node.expr
+            )
             return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](result)
         return value
 
@@ -263,7 +252,9 @@ class GraphWalk:
             wanted = hlo.tensor_type(promised.shape, promised.dtype)
             if getattr(result, "type", None) != wanted:
                 given = getattr(result, "type", type(result))
-                raise RuleMismatch(f"the rule of {node.target} gave {given}, FakeTensor promises {wanted}, at {self.ctx.where}")
+                raise RuleMismatch(
+                    f"the rule of {node.target} gave {given}, FakeTensor promises {wanted}, at {self.ctx.where}"
+                )
 
     def stand_in(self, promised: Any) -> Any:
         """Zeros in place of a refused op's results, so that the walk can go on and find the graph's other gaps."""
@@ -335,7 +326,11 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _location(node: Node, line: SourceLine | None) -> ir.Location:
-    name = ir.Location.name(str(node.target), childLoc=ir.Location.file(line.file, line.line, 0)) if line else ir.Location.name(str(node.target))
+    name = (
+        ir.Location.name(str(node.target), childLoc=ir.Location.file(line.file, line.line, 0))
+        if line
+        else ir.Location.name(str(node.target))
+    )
     return name
 
 
@@ -357,7 +352,7 @@ def lower(
     """
     gaps = missing(graph_module)
     if gaps:
-        raise UnsupportedNodes(gaps, name)
+        raise _unsupported(gaps, name)
     with make_context(), ir.Location.unknown():
         module = ir.Module.create()
         module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
@@ -368,12 +363,8 @@ def lower(
         return _build(walk, module, name, donate)
 
 
-class UnsupportedNodes(UnsupportedOp):
-    """UnsupportedOp that remembers the FX nodes, so that the compiler can split the graph around them."""
-
-    def __init__(self, pairs: Sequence[tuple[Node, Gap]], graph: str) -> None:
-        super().__init__([gap for _, gap in pairs], graph)
-        self.nodes = [node for node, _ in pairs]
+def _unsupported(pairs: Sequence[tuple[Node, Gap]], name: str) -> UnsupportedOp:
+    return UnsupportedOp([gap for _, gap in pairs], name, [node for node, _ in pairs])
 
 
 def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Program:
@@ -392,7 +383,7 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
             else:
                 walk.visit(node)
         if walk.gaps:
-            raise UnsupportedNodes(walk.gaps, name)
+            raise _unsupported(walk.gaps, name)
         mutated = _mutations(walk)
         func.ReturnOp([hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs])
     return _finish(walk, module, function, name, results, mutated, donate)

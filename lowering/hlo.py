@@ -71,7 +71,11 @@ def dense(array: np.ndarray, element: torch.dtype) -> Value:
     """A constant holding ``array``, which has ``element``'s numpy dtype."""
     mlir_type = dtypes.element_type(element)
     if element == torch.bool:
-        bits = np.packbits(np.asarray(array, np.bool_), axis=None, bitorder="little") if array.size > 1 else np.asarray(array)
+        bits = (
+            np.packbits(np.asarray(array, np.bool_), axis=None, bitorder="little")
+            if array.size > 1
+            else np.asarray(array)
+        )
         splat = array.size > 0 and bool(np.all(array == array.flat[0]))
         if splat:
             attr = ir.DenseElementsAttr.get_splat(
@@ -209,7 +213,9 @@ def convert(x: Value, element: torch.dtype) -> Value:
     if element == torch.bool:
         return compare(x, full_like(x, 0), "NE")
     if source.is_floating_point and dtypes.is_integer(element) and element.itemsize < 4:
-        return stablehlo.convert(tensor_type(shape(x), element), stablehlo.convert(tensor_type(shape(x), torch.int32), x))
+        return stablehlo.convert(
+            tensor_type(shape(x), element), stablehlo.convert(tensor_type(shape(x), torch.int32), x)
+        )
     if element.is_complex and not source.is_complex:
         part = convert(x, dtypes.real(element))
         return stablehlo.complex(part, full_like(part, 0))
@@ -421,7 +427,9 @@ def gather(
         start_index_map=list(start_index_map),
         index_vector_dim=rank(indices) - 1 if index_vector_dim is None else index_vector_dim,
     )
-    return stablehlo.gather(x, indices, numbers, ir.DenseI64ArrayAttr.get(list(slice_sizes)), indices_are_sorted=sorted_)
+    return stablehlo.gather(
+        x, indices, numbers, ir.DenseI64ArrayAttr.get(list(slice_sizes)), indices_are_sorted=sorted_
+    )
 
 
 def scatter(

@@ -57,9 +57,13 @@ def _keyed(op: Any) -> Any:
     base = schema.name.split("::")[1]
     name = f"{base}_{schema.overload_name}" if schema.overload_name else base
     text = str(schema)
-    signature = text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
+    signature = (
+        text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
+    )
     signature = signature.replace("*, , ", "*, ")
-    _library.define(f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}")
+    _library.define(
+        f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}"
+    )
     return getattr(torch.ops.tpu_compile, name).default
 
 

@@ -1,0 +1,79 @@
+"""torch.compile(model, backend="tpu"): PyTorch to StableHLO to PJRT, on any machine.
+
+    compiled = torch.compile(model, backend="tpu")          the backend, found through torch's entry points
+    tpu_compile.stats()                                      what happened, as a dict of counters
+    with tpu_compile.override(cache=False): ...              knobs; see tpu_compile.config
+    tpu_compile.trace(model, x).lower().compile()            the stages, one at a time
+    tpu_compile.lowers(my_op)                                a rule for an operator of your own
+
+Importing this package loads neither torch, jaxlib nor jax. (`tpu_compile.stats` and `tpu_compile.config` are the function and the object, not
+their modules: inside the package, write `from tpu_compile.stats import count`.)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tpu_compile.config import config, override
+from tpu_compile.errors import (
+    BadCall,
+    CacheError,
+    CacheWarning,
+    CompilationFailed,
+    ConfigError,
+    DeviceError,
+    LoweringError,
+    MissingDependency,
+    OutOfMemory,
+    PluginNotFound,
+    RuleMismatch,
+    TpuCompileError,
+    TpuCompileWarning,
+    UnsupportedDtype,
+    UnsupportedOp,
+)
+from tpu_compile.stats import reset_stats, stats
+
+if TYPE_CHECKING:
+    from tpu_compile.lowering.registry import lowers
+    from tpu_compile.stages import trace
+
+_LAZY = {"trace": "tpu_compile.stages", "lowers": "tpu_compile.lowering.registry"}
+
+__all__ = [
+    "BadCall",
+    "CacheError",
+    "CacheWarning",
+    "CompilationFailed",
+    "ConfigError",
+    "DeviceError",
+    "LoweringError",
+    "MissingDependency",
+    "OutOfMemory",
+    "PluginNotFound",
+    "RuleMismatch",
+    "TpuCompileError",
+    "TpuCompileWarning",
+    "UnsupportedDtype",
+    "UnsupportedOp",
+    "config",
+    "lowers",
+    "override",
+    "reset_stats",
+    "stats",
+    "trace",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tpu_compile' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

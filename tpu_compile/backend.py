@@ -15,7 +15,13 @@ from tpu_compile.config import OPTIONS, override, scoped
 from tpu_compile.errors import ConfigError, TpuCompileError, TpuCompileWarning, nearest
 
 
-def tpu(graph_module: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Any:
+def tpu(
+    graph_module: Any,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Compile a Dynamo graph: ``torch.compile(model, backend="tpu", options={...})``.
 
     Args:

@@ -38,7 +38,13 @@ class ArgumentPlan:
         """The buffer of ``t``. A parameter's import is kept: as long as we hold it nobody else can get that address."""
         if self.keep:
             pointer, buffer = self._kept
-            if pointer == t.data_ptr() and pointer and t.stride() == self.stride and t.shape == self.shape and t.dtype is self.dtype:
+            if (
+                pointer == t.data_ptr()
+                and pointer
+                and t.stride() == self.stride
+                and t.shape == self.shape
+                and t.dtype is self.dtype
+            ):
                 return buffer
         return self._import(t)
 

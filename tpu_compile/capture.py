@@ -38,7 +38,9 @@ def through_dynamo(error: TpuCompileError) -> TpuCompileError:
     """``error``, of a subclass that Dynamo hands to the user as it is: others arrive wrapped in BackendCompilerFailed."""
     cls = type(error)
     if not isinstance(error, ShortenTraceback):
-        error.__class__ = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+        error.__class__ = type(
+            cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        )
         error.first_useful_frame = None  # type: ignore[attr-defined]
     return error
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from tpu_compile import dump, stats
+from tpu_compile import dump
 from tpu_compile.cache import open_store
 from tpu_compile.cache.key import CacheKey
 from tpu_compile.cache.store import CacheStore
 from tpu_compile.calling import CallPlan
 from tpu_compile.config import config
-from tpu_compile.errors import CacheError, DeviceError
+from tpu_compile.errors import CacheError, DeviceError, UnsupportedOp
 from tpu_compile.lowering import fx
 from tpu_compile.lowering.program import Program
 from tpu_compile.runtime import CompileOptions, open_client
+from tpu_compile.stats import count, timed
 
 log = logging.getLogger("tpu_compile")
 
@@ -47,7 +48,7 @@ class Runtime:
             key = (program.digest, options, id(client))
             found = self._executables.get(key)
             if found is not None:
-                stats.count("memory_hits")
+                count("memory_hits")
                 return Compiled(program, found.executable, found.key, client, "memory")
             result = _load_or_compile(program, options, client)
             self._executables[key] = result
@@ -121,7 +122,7 @@ def _load_or_compile(program: Program, options: CompileOptions, client: Any) -> 
 
 
 def _store(store: CacheStore, key: CacheKey, executable: Any, seconds: float, program: Program) -> None:
-    with stats.timed("cache"):
+    with timed("cache"):
         try:
             payload = executable.serialize()
         except DeviceError as error:
@@ -139,9 +140,11 @@ def _explain(store: CacheStore, key: CacheKey) -> None:
         log.warning("cache miss of %s: %s", key.name, reason)
 
 
-def _load(program: Program, options: CompileOptions, client: Any, store: CacheStore, key: CacheKey, payload: bytes) -> Any:
+def _load(
+    program: Program, options: CompileOptions, client: Any, store: CacheStore, key: CacheKey, payload: bytes
+) -> Any:
     """The stored executable, or None if this machine's runtime refuses it."""
-    with stats.timed("load"):
+    with timed("load"):
         try:
             return client.load(payload, program.name, options)
         except DeviceError as error:
@@ -152,9 +155,9 @@ def _load(program: Program, options: CompileOptions, client: Any, store: CacheSt
 
 
 def _compile(program: Program, options: CompileOptions, client: Any) -> Any:
-    with stats.timed("xla"):
+    with timed("xla"):
         executable = client.compile(program.bytecode, program.name, options)
-    stats.count("xla_compiles")
+    count("xla_compiles")
     return executable
 
 
@@ -197,11 +200,11 @@ def lower_graph(graph_module: GraphModule, name: str, bindings: dict[Any, int] |
     start = time.perf_counter()
     donate = any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
     program = fx.lower(graph_module, name, family=runtime.client.family, bindings=bindings, donate=donate)
-    stats.count("lowering_seconds", time.perf_counter() - start)
-    stats.count("lowerings")
-    stats.count("nodes", len(graph_module.graph.nodes))
+    count("lowering_seconds", time.perf_counter() - start)
+    count("lowerings")
+    count("nodes", len(graph_module.graph.nodes))
     for tier, ops in program.ops_per_tier:
-        stats.count(f"ops_{tier}", ops)
+        count(f"ops_{tier}", ops)
     return program
 
 
@@ -214,7 +217,9 @@ class CompiledGraph:
     lowered and compiled once."""
 
     def __init__(self, graph_module: GraphModule, name: str, kept: frozenset[int] = frozenset()) -> None:
-        self._boxed_call = True  # on the instance: torch wraps us with functools.wraps, which copies no class attributes
+        self._boxed_call = (
+            True  # on the instance: torch wraps us with functools.wraps, which copies no class attributes
+        )
         self.graph_module, self.name, self._kept = graph_module, name, kept
         self._options = options_in_force()
         self._lock = threading.Lock()
@@ -269,7 +274,9 @@ def _size_reader(graph_module: GraphModule) -> list[Callable[[Sequence[Any]], in
     return readers
 
 
-def compile_graph(graph_module: GraphModule, name: str, *, kept: frozenset[int] = frozenset(), one_graph: bool = False) -> Any:
+def compile_graph(
+    graph_module: GraphModule, name: str, *, kept: frozenset[int] = frozenset(), one_graph: bool = False
+) -> Any:
     """Make a functional aten graph callable.
 
     Ops without a rule split it: the parts between them are compiled, they run on the CPU, and the user is told once.
@@ -283,10 +290,10 @@ def compile_graph(graph_module: GraphModule, name: str, *, kept: frozenset[int] 
     Raises:
         UnsupportedOp: under ``one_graph``, with every gap.
     """
-    stats.count("graphs")
+    count("graphs")
     try:
         return CompiledGraph(graph_module, name, kept)
-    except fx.UnsupportedNodes as error:
+    except UnsupportedOp as error:
         if one_graph:
             raise
         from tpu_compile.splitting import SplitGraph

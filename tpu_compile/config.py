@@ -23,7 +23,16 @@ _SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def _bool(text: str) -> bool:
-    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}.get(text.strip().lower())
+    value = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }.get(text.strip().lower())
     if value is None:
         raise ValueError("expected 1 or 0")
     return value
@@ -82,27 +91,70 @@ def _knob(name: str, parse: Callable[[str], Any], default: Any, help: str, *, ke
 KNOBS: dict[str, Knob] = {
     knob.name: knob
     for knob in (
-        _knob("platform", str, "", "Where programs run: cpu, tpu, cuda, or the path of a PJRT plugin. Empty: a real TPU if there is one, else cpu."),
+        _knob(
+            "platform",
+            str,
+            "",
+            "Where programs run: cpu, tpu, cuda, or the path of a PJRT plugin. Empty: a real TPU if there is one, else cpu.",
+        ),
         _knob("plugin_options", _pairs, {}, "Client options for the PJRT plugin, as name=value,name=value."),
         _knob("cache", _bool, True, "Keep compiled executables on disk."),
         _knob("cache_dir", str, "", "Where. Empty: the platform's cache directory."),
-        _knob("cache_max_size", _bytes, 20 * 2**30, "Size cap of the cache; least recently used entries go first. 0: no cap."),
-        _knob("cache_lock_timeout", float, 600.0, "Seconds to wait for another process that compiles the same program, before compiling it here."),
+        _knob(
+            "cache_max_size",
+            _bytes,
+            20 * 2**30,
+            "Size cap of the cache; least recently used entries go first. 0: no cap.",
+        ),
+        _knob(
+            "cache_lock_timeout",
+            float,
+            600.0,
+            "Seconds to wait for another process that compiles the same program, before compiling it here.",
+        ),
         _knob("cache_min_compile_seconds", float, 0.0, "Compiles faster than this are not stored."),
-        _knob("cache_key", str, "", "Secret that signs cache entries. With it, entries signed otherwise or not at all are never loaded."),
-        _knob("cache_remote", str, "", "URL of a second, shared level (gs://, s3://, file://, ...; needs fsspec). Only read, unless:"),
-        _knob("cache_remote_write", _bool, False, "Also write to `cache_remote`, in the background. Meant for one writer, such as CI."),
-        _knob("cache_remote_timeout", float, 10.0, "Seconds that a look-up in `cache_remote`, and writing the last entries at exit, may take."),
+        _knob(
+            "cache_key",
+            str,
+            "",
+            "Secret that signs cache entries. With it, entries signed otherwise or not at all are never loaded.",
+        ),
+        _knob(
+            "cache_remote",
+            str,
+            "",
+            "URL of a second, shared level (gs://, s3://, file://, ...; needs fsspec). Only read, unless:",
+        ),
+        _knob(
+            "cache_remote_write",
+            _bool,
+            False,
+            "Also write to `cache_remote`, in the background. Meant for one writer, such as CI.",
+        ),
+        _knob(
+            "cache_remote_timeout",
+            float,
+            10.0,
+            "Seconds that a look-up in `cache_remote`, and writing the last entries at exit, may take.",
+        ),
         _knob("explain_cache_misses", _bool, False, "Log which part of the key differs from the nearest stored entry."),
         _knob("raise_cache_errors", _bool, False, "Raise cache faults instead of warning (for CI)."),
         _knob("log_compiles", _bool, False, "Log one line for each lowering and each compile."),
         _knob("dump_to", str, "", "Folder that receives the FX graph, StableHLO and HLO of every program."),
-        _knob("excess_precision", _bool, False, "Let XLA drop f32 → bf16 → f32 round trips. Faster, and no longer what torch computes.", keyed=True),
+        _knob(
+            "excess_precision",
+            _bool,
+            False,
+            "Let XLA drop f32 → bf16 → f32 round trips. Faster, and no longer what torch computes.",
+            keyed=True,
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
-OPTIONS = frozenset({"excess_precision", "xla_options", "optimization_level", "cache", "dump_to", "log_compiles", "platform"})
+OPTIONS = frozenset(
+    {"excess_precision", "xla_options", "optimization_level", "cache", "dump_to", "log_compiles", "platform"}
+)
 """Knobs that ``torch.compile(options=...)`` takes too."""
 
 _overrides: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("tpu_compile_overrides", default={})

@@ -1,21 +1,21 @@
 """Every error this package raises on purpose. The class is what the user can do about it; the message says what, where and how to fix it.
 
-    TpuCompileError                   (RuntimeError)
-    ├── LoweringError                 the graph cannot become StableHLO
-    │   ├── UnsupportedOp             ops without a rule; `.gaps` lists all of them, with the user's lines
-    │   ├── UnsupportedDtype          a dtype the platform or StableHLO does not have
-    │   └── RuleMismatch              a rule's result is not what FakeTensor promised: our bug, please report
-    ├── DeviceError                   PJRT refused; `.code` is its status
-    │   ├── OutOfMemory               RESOURCE_EXHAUSTED: shrink the program or take a larger chip
-    │   ├── CompilationFailed         XLA rejected the program; `.dump` is the folder that holds it
-    │   ├── PluginNotFound            no PJRT plugin for the platform asked for; lists what was looked for and where
-    │   └── BadCall                   arguments that do not fit the compiled program
-    ├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
-    ├── MissingDependency             an optional package is not installed; the message holds the pip line
-    └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
+TpuCompileError                   (RuntimeError)
+├── LoweringError                 the graph cannot become StableHLO
+│   ├── UnsupportedOp             ops without a rule; `.gaps` lists all of them, with the user's lines
+│   ├── UnsupportedDtype          a dtype the platform or StableHLO does not have
+│   └── RuleMismatch              a rule's result is not what FakeTensor promised: our bug, please report
+├── DeviceError                   PJRT refused; `.code` is its status
+│   ├── OutOfMemory               RESOURCE_EXHAUSTED: shrink the program or take a larger chip
+│   ├── CompilationFailed         XLA rejected the program; `.dump` is the folder that holds it
+│   ├── PluginNotFound            no PJRT plugin for the platform asked for; lists what was looked for and where
+│   └── BadCall                   arguments that do not fit the compiled program
+├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
+├── MissingDependency             an optional package is not installed; the message holds the pip line
+└── ConfigError                   an unknown or malformed option or knob; names the nearest known one
 
-    TpuCompileWarning                 (UserWarning) something was asked for that has no effect, or runs slower than it could
-    └── CacheWarning                  a cache fault that cost a recompile; once for each kind and process
+TpuCompileWarning                 (UserWarning) something was asked for that has no effect, or runs slower than it could
+└── CacheWarning                  a cache fault that cost a recompile; once for each kind and process
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class TpuCompileError(RuntimeError):
@@ -48,10 +49,10 @@ class Gap:
 
 
 class UnsupportedOp(LoweringError):
-    """Ops that no tier lowers. ``gaps`` holds every one of the graph, not only the first."""
+    """Ops that no tier lowers. ``gaps`` holds every one of the graph, not only the first; ``nodes`` their FX nodes, in the same order."""
 
-    def __init__(self, gaps: Iterable[Gap], graph: str = "") -> None:
-        self.gaps = tuple(gaps)
+    def __init__(self, gaps: Iterable[Gap], graph: str = "", nodes: Iterable[Any] = ()) -> None:
+        self.gaps, self.nodes = tuple(gaps), tuple(nodes)
         title = f"{len(self.gaps)} op{'s' * (len(self.gaps) != 1)} of graph {graph or '<unnamed>'} cannot be lowered:"
         fix = "Drop fullgraph=True to run these on the CPU between compiled parts, or give the op a rule: see `tpu_compile.lowers`."
         super().__init__("\n  - ".join([title, *map(str, self.gaps)]) + "\n" + fix)
@@ -109,7 +110,9 @@ class MissingDependency(TpuCompileError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, needed_for: str, install: str) -> None:
-        super().__init__(f"{needed_for} needs {package}, which is not installed. Install it with:  pip install {install}")
+        super().__init__(
+            f"{needed_for} needs {package}, which is not installed. Install it with:  pip install {install}"
+        )
         self.package = package
 
 
