@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from tpu_compile.config import OPTIONS, override, scoped
@@ -44,7 +43,8 @@ def tpu(
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are ours. Inductor's, which ``torch.compile(mode=...)`` sends along by itself, are dropped with one warning.
+    """The options that are ours. Inductor's, which ``torch.compile(mode=...)`` sends along by itself, are dropped with
+    one warning.
 
     Raises:
         ConfigError: a name that neither we nor inductor know.
@@ -72,28 +72,13 @@ def _warn_once(message: str) -> None:
 
 
 def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any]) -> Any:
-    from torch._dynamo.backends.common import aot_autograd
-
     from tpu_compile import capture
-    from tpu_compile.lowering.decompositions import decompositions
 
     one_graph, name = capture.one_graph(), capture.frame_name()
     scope = scoped(chosen)
 
-    def compiler(kind: str) -> Any:
-        def compile_one(graph: Any, _: Sequence[Any]) -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(override(**scope))
-                return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph)
+    def compile_one(graph: Any, kind: str) -> Any:
+        with override(**scope):
+            return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph)
 
-        return compile_one
-
-    aot = aot_autograd(
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
-        partition_fn=capture.partition,
-        decompositions=decompositions(),
-        keep_inference_input_mutations=True,
-    )
-    return aot(graph_module, example_inputs)
+    return capture.aot_graphs(graph_module, example_inputs, compile_one)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -14,6 +17,7 @@ from torch.fx import GraphModule
 
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
+from tpu_compile.lowering.decompositions import decompositions
 from tpu_compile.lowering.random import functionalize_random
 
 
@@ -35,7 +39,8 @@ def frame_name() -> str:
 
 
 def through_dynamo(error: TpuCompileError) -> TpuCompileError:
-    """``error``, of a subclass that Dynamo hands to the user as it is: others arrive wrapped in BackendCompilerFailed."""
+    """``error``, of a subclass that Dynamo hands to the user as it is: others arrive wrapped in
+    BackendCompilerFailed."""
     cls = type(error)
     if not isinstance(error, ShortenTraceback):
         error.__class__ = type(
@@ -61,6 +66,28 @@ def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModu
     """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys."""
     functionalize_random(joint)
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)  # type: ignore[no-any-return]
+
+
+def aot_graphs(
+    graph_module: GraphModule, example_inputs: Sequence[Any], compile_one: Callable[[GraphModule, str], Any]
+) -> Any:
+    """A Dynamo graph through AOTAutograd, set up as this backend needs it.
+
+    ``compile_one(graph, kind)`` makes each of its graphs callable; kind is "forward", "backward" or "inference".
+    """
+
+    def compiler(kind: str, graph: GraphModule, _: Sequence[Any]) -> Any:
+        return compile_one(graph, kind)
+
+    aot = aot_autograd(
+        fw_compiler=partial(compiler, "forward"),
+        bw_compiler=partial(compiler, "backward"),
+        inference_compiler=partial(compiler, "inference"),
+        partition_fn=partition,
+        decompositions=decompositions(),
+        keep_inference_input_mutations=True,
+    )
+    return aot(graph_module, example_inputs)
 
 
 def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:
