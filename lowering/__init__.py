@@ -1,6 +1,7 @@
 """FX graphs of aten ops become StableHLO programs. It knows a platform family, and nothing else of any device.
 
-``fx`` walks a graph, ``registry`` holds the rules, ``ops/`` has one family of rules a file, ``hlo`` one helper a StableHLO operation.
+``fx`` walks a graph, ``registry`` holds the rules, ``ops/`` has one family of rules a file, ``hlo`` one helper a
+StableHLO operation.
 """
 
 from tpu_compile.config import set_environment_default

@@ -27,7 +27,8 @@ class Refusal(Exception):
 
 @dataclass
 class LoweringContext:
-    """Handed to every rule. ``out`` is what FakeTensor promises for the op being lowered: a TensorSpec, a tuple of them (None where an
+    """Handed to every rule. ``out`` is what FakeTensor promises for the op being lowered: a TensorSpec, a tuple of
+    them (None where an
     output is absent), or a Python number. ``walk`` lowers subgraphs and hands out the program's seed."""
 
     family: str

@@ -1,4 +1,5 @@
-"""Which aten ops AOTAutograd takes apart before we see them. Everything that has a rule of ours stays whole; the exceptions are listed, with reasons."""
+"""Which aten ops AOTAutograd takes apart before we see them. Everything that has a rule of ours stays whole; the
+exceptions are listed, with reasons."""
 
 from __future__ import annotations
 
@@ -13,9 +14,7 @@ from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
 
-ALSO_DECOMPOSED: tuple[Any, ...] = (
-    aten.native_dropout,  # to the random op that it draws with, which takes its seed from us
-)
+ALSO_DECOMPOSED: tuple[Any, ...] = ()
 """Packets beyond torch's core list, for which torch has a decomposition."""
 
 

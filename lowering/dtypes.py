@@ -1,4 +1,5 @@
-"""torch dtypes, MLIR element types and numpy dtypes: one table, and the promotion rule that Python scalars and 0-dim tensors follow."""
+"""torch dtypes, MLIR element types and numpy dtypes: one table, and the promotion rule that Python scalars and 0-dim
+tensors follow."""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def element_type(dtype: torch.dtype) -> ir.Type:
     """The MLIR element type of ``dtype``, in the current context. Raises UnsupportedDtype."""
     make = _MLIR.get(dtype)
     if make is None:
-        raise UnsupportedDtype(f"StableHLO has no element type for {dtype}. Convert the tensor first, e.g. with .to(torch.float32).")
+        raise UnsupportedDtype(
+            f"StableHLO has no element type for {dtype}. Convert the tensor first, e.g. with .to(torch.float32)."
+        )
     return make()
 
 
@@ -128,7 +131,8 @@ def _scalar_dtype(value: Any) -> torch.dtype:
 
 
 def promote(tensors: Iterable[tuple[torch.dtype, int]], scalars: Iterable[Any] = ()) -> torch.dtype:
-    """torch's ``result_type`` of tensors given as (dtype, rank) and Python scalars: a lower tier only widens the category."""
+    """torch's ``result_type`` of tensors given as (dtype, rank) and Python scalars: a lower tier only widens the
+    category."""
     tensors = tuple(tensors)
     dimensioned = _join(d for d, rank in tensors if rank)
     zero_dim = _join(d for d, rank in tensors if not rank)

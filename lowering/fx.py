@@ -1,4 +1,5 @@
-"""The walk: an FX graph of aten ops becomes a StableHLO Program, one rule a node, every result checked against FakeTensor."""
+"""The walk: an FX graph of aten ops becomes a StableHLO Program, one rule a node, every result checked against
+FakeTensor."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ aten = torch.ops.aten
 Bindings = Mapping[Any, int]
 
 EMBED_BYTES = 4096
-"""Tensor constants up to this size become constants of the program; larger ones are passed in, so that the program stays small."""
+"""Tensor constants up to this size become constants of the program; larger ones are passed in, so that the program
+stays small."""
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _ASSERTIONS = frozenset(
@@ -39,7 +41,8 @@ _ASSERTIONS = frozenset(
         aten._assert_tensor_metadata.default,
     }
 )
-"""Checks on data or sizes that FakeTensor has made already, or that only an eager run can make; they compute nothing."""
+"""Checks on data or sizes that FakeTensor has made already, or that only an eager run can make; they compute
+nothing."""
 
 
 def where(node: Node) -> SourceLine | None:
@@ -64,7 +67,8 @@ def bind(graph: torch.fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
 
 
 def missing(graph_module: GraphModule) -> list[tuple[Node, Gap]]:
-    """Everything in a graph (and its subgraphs) that has no rule, with the user's lines; a node of a subgraph is charged to its caller."""
+    """Everything in a graph (and its subgraphs) that has no rule, with the user's lines; a node of a subgraph is
+    charged to its caller."""
     gaps = []
     for node in graph_module.graph.nodes:
         gap = _gap(node)
@@ -435,7 +439,8 @@ def _finish(
 
 
 def _reorder_arguments(block: Any, wanted: list[ir.Value]) -> None:
-    """Block arguments appear in the order in which they were asked for; put inputs first, then constants, then the seed."""
+    """Block arguments appear in the order in which they were asked for; put inputs first, then constants, then the
+    seed."""
     if list(block.arguments) == wanted:
         return
     for value in wanted:

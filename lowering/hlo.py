@@ -1,6 +1,8 @@
-"""StableHLO, one helper an operation, named as StableHLO names it. Values are MLIR SSA values; dtypes are torch's; shapes are lists of ints.
+"""StableHLO, one helper an operation, named as StableHLO names it. Values are MLIR SSA values; dtypes are torch's;
+shapes are lists of ints.
 
-Helpers take what rules have at hand (Python ints for axes, torch dtypes, Python scalars) and return values. None of them knows aten.
+Helpers take what rules have at hand (Python ints for axes, torch dtypes, Python scalars) and return values. None of
+them knows aten.
 """
 
 from __future__ import annotations
@@ -204,7 +206,8 @@ def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Va
 
 
 def convert(x: Value, element: torch.dtype) -> Value:
-    """torch's ``.to(dtype)``: to bool asks "is it nonzero", floats truncate towards 0 and wrap into small integers, complex drops its imaginary part."""
+    """torch's ``.to(dtype)``: to bool asks "is it nonzero", floats truncate towards 0 and wrap into small integers,
+    complex drops its imaginary part."""
     source = dtype(x)
     if source == element:
         return x
@@ -220,6 +223,11 @@ def convert(x: Value, element: torch.dtype) -> Value:
         part = convert(x, dtypes.real(element))
         return stablehlo.complex(part, full_like(part, 0))
     return stablehlo.convert(tensor_type(shape(x), element), x)
+
+
+def bitcast_convert(x: Value, element: torch.dtype) -> Value:
+    """The same bits read as a dtype of the same width."""
+    return x if dtype(x) == element else stablehlo.bitcast_convert(tensor_type(shape(x), element), x)
 
 
 def compare(a: Value, b: Value, direction: str) -> Value:
@@ -340,6 +348,18 @@ def reduce_window(
     return list(op.results)
 
 
+def running(x: Value, axis: int, combiner: str) -> Value:
+    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones, on
+    every platform."""
+    n = shape(x)[axis]
+    if not n:
+        return x
+    window, padding = [1] * rank(x), [(0, 0)] * rank(x)
+    window[axis], padding[axis] = n, (n - 1, 0)
+    init = scalar(identity(combiner, dtype(x)), dtype(x))
+    return reduce_window([x], [init], _COMBINERS[combiner], window, [1] * rank(x), padding)[0]
+
+
 def int_matrix(rows: Sequence[Sequence[int]]) -> ir.Attribute:
     """An n×2 (or empty) i64 attribute, as padding wants it."""
     array = np.array(rows, np.int64).reshape(len(rows), 2)
@@ -372,7 +392,8 @@ def precision_config(*operands: Value) -> ir.ArrayAttr:
 def dot_general(
     a: Value, b: Value, contract: tuple[Dims, Dims], batch: tuple[Dims, Dims] = ((), ()), out: torch.dtype | None = None
 ) -> Value:
-    """Result axes: batch, ``a``'s free axes, ``b``'s free axes. 16-bit floats accumulate in f32 inside XLA; ``out`` widens the result."""
+    """Result axes: batch, ``a``'s free axes, ``b``'s free axes. 16-bit floats accumulate in f32 inside XLA; ``out``
+    widens the result."""
     a_shape, b_shape = shape(a), shape(b)
     free_a = [s for i, s in enumerate(a_shape) if i not in contract[0] and i not in batch[0]]
     free_b = [s for i, s in enumerate(b_shape) if i not in contract[1] and i not in batch[1]]
@@ -418,7 +439,8 @@ def gather(
     sorted_: bool = False,
     element: torch.dtype | None = None,
 ) -> Value:
-    """stablehlo.gather; ``indices``' last axis is the index vector unless said otherwise. Out-of-range starts are clamped."""
+    """stablehlo.gather; ``indices``' last axis is the index vector unless said otherwise. Out-of-range starts are
+    clamped."""
     numbers = stablehlo.GatherDimensionNumbers.get(
         offset_dims=list(offset_dims),
         collapsed_slice_dims=list(collapsed),
@@ -446,7 +468,8 @@ def scatter(
     index_vector_dim: int | None = None,
     unique: bool = False,
 ) -> list[Value]:
-    """stablehlo.scatter; out-of-range updates are dropped. ``body(*old, *new)`` or a combiner's name (``"second"`` overwrites)."""
+    """stablehlo.scatter; out-of-range updates are dropped. ``body(*old, *new)`` or a combiner's name (``"second"``
+    overwrites)."""
     numbers = stablehlo.ScatterDimensionNumbers.get(
         update_window_dims=list(update_window_dims),
         inserted_window_dims=list(inserted),
@@ -467,6 +490,15 @@ def scatter(
     types = [tensor_type((), dtype(x)) for x in xs]
     region(op, 0, [*types, *types], _COMBINERS[body] if isinstance(body, str) else body)
     return list(op.results)
+
+
+# ---- random bits
+
+
+def rng_bit_generator(state: Value, sizes: Dims, element: torch.dtype) -> Value:
+    """Philox bits as uint32 or uint64. ``state`` is u64[3]: the key, then the counter's low and high word; a counter yields 128 bits."""
+    algorithm = stablehlo.RngAlgorithmAttr.get("PHILOX")
+    return stablehlo.rng_bit_generator(state.type, tensor_type(sizes, element), algorithm, state)[1]  # type: ignore[no-any-return]
 
 
 # ---- control flow

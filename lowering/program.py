@@ -9,7 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and strides (in elements) of a tensor as torch sees it. Values inside a program have no strides: ``()``."""
+    """Shape, dtype and strides (in elements) of a tensor as torch sees it. Values inside a program have no strides:
+    ``()``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,7 +34,8 @@ class TensorSpec:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """Axes from outermost to innermost in memory, if the strides are those of a dense tensor in that order; else None."""
+        """Axes from outermost to innermost in memory, if the strides are those of a dense tensor in that order; else
+        None."""
         return dense_order(self.shape, self.stride)
 
     def __str__(self) -> str:
@@ -58,7 +60,8 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Result:
-    """One output of the graph: a result of the program (``index``), an argument handed back (``argument``), or a Python ``value``."""
+    """One output of the graph: a result of the program (``index``), an argument handed back (``argument``), or a
+    Python ``value``."""
 
     index: int | None = None
     argument: int | None = None
@@ -69,9 +72,12 @@ class Result:
 class Program:
     """A graph as StableHLO, with all that a caller needs to run it.
 
-    ``inputs[i]`` is taken from call argument ``arguments[i]``; after them come ``constants`` and, if ``random``, a seed (u64[2]).
-    A buffer holds an input or output densely in its spec's memory order: the program itself transposes. ``mutated`` pairs a call
-    argument with the result that replaces its contents; ``donated`` lists the inputs whose buffer such a result may take over.
+    ``inputs[i]`` is taken from call argument ``arguments[i]``; after them come ``constants`` and, if ``random``, a
+    seed (u64[2]).
+    A buffer holds an input or output densely in its spec's memory order: the program itself transposes. ``mutated``
+    pairs a call
+    argument with the result that replaces its contents; ``donated`` lists the inputs whose buffer such a result may
+    take over.
     """
 
     name: str

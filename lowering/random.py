@@ -1,7 +1,11 @@
-"""Random numbers without hidden state: before the partitioner sees a graph, every random op becomes a pure function of a key.
+"""Random numbers without hidden state: before the partitioner sees a graph, every random op becomes a pure function of
+a key.
 
-``aten.bernoulli.p(x, p)`` turns into ``k = tpu_compile.rng_key(i); tpu_compile.bernoulli_p(k, x, p)``. The key of a call is (seed, i): the seed is
-an argument of the program, fresh at each call. A key is always saved for the backward, never drawn again, so a recomputed dropout sees its own mask.
+``aten.bernoulli.p(x, p)`` turns into ``k = tpu_compile.rng_key(i); tpu_compile.bernoulli_p(k, x, p)``. A key is
+int64[2]; that of draw ``i`` is
+made from the seed, an argument of the program that is fresh at each call. A key is always saved for the backward,
+never drawn again, so a
+recomputed dropout sees its own mask. An op that was given a ``generator=`` stays as it is, and no rule lowers it.
 """
 
 from __future__ import annotations
@@ -24,9 +28,14 @@ RANDOM_OPS = (
     aten.randint.low,
     aten.randint_like.default,
     aten.randint_like.low_dtype,
+    aten.randint_like.Tensor,
     aten.randperm.default,
+    aten.random.default,
+    aten.random.to,
+    getattr(aten.random, "from"),
     aten.bernoulli.default,
     aten.bernoulli.p,
+    aten.bernoulli.Tensor,
     aten.uniform.default,
     aten.normal_functional.default,
     aten.normal.Tensor_float,
@@ -38,6 +47,8 @@ RANDOM_OPS = (
     aten.cauchy.default,
     aten.log_normal.default,
     aten.multinomial.default,
+    aten.native_dropout.default,
+    aten.rrelu_with_noise_functional.default,
 )
 """Every aten op that draws. Their keyed twins are made from the schemas."""
 
@@ -57,21 +68,18 @@ def _keyed(op: Any) -> Any:
     base = schema.name.split("::")[1]
     name = f"{base}_{schema.overload_name}" if schema.overload_name else base
     text = str(schema)
-    signature = (
-        text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
-    )
+    signature = text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
     signature = signature.replace("*, , ", "*, ")
-    _library.define(
-        f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}"
-    )
+    _library.define(f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}")
     return getattr(torch.ops.tpu_compile, name).default
 
 
 def functionalize_random(graph_module: GraphModule) -> None:
-    """Replace random ops in place. Keys are numbered in graph order, so that a program's numbers depend on the program alone."""
+    """Replace random ops in place. Keys are numbered in graph order, so that a program's numbers depend on the program
+    alone."""
     graph = graph_module.graph
     twins = keyed_ops()
-    drawing = [n for n in graph.nodes if n.op == "call_function" and n.target in twins]
+    drawing = [n for n in graph.nodes if n.op == "call_function" and n.target in twins and _generator(n) is None]
     for index, node in enumerate(drawing):
         with graph.inserting_before(node):
             key = graph.call_function(rng_key, (index,))
@@ -87,12 +95,21 @@ def functionalize_random(graph_module: GraphModule) -> None:
         graph_module.recompile()
 
 
-def _without_generator(node: Any) -> tuple[Any, ...]:
+def _positional(node: Any) -> list[tuple[str, Any]]:
     names = [a.name for a in node.target._schema.arguments if not a.kwarg_only]
-    return tuple(v for name, v in zip(names, node.args, strict=False) if name != "generator")
+    return list(zip(names, node.args, strict=False))
+
+
+def _generator(node: Any) -> Any:
+    return dict(_positional(node)).get("generator", node.kwargs.get("generator"))
+
+
+def _without_generator(node: Any) -> tuple[Any, ...]:
+    return tuple(v for name, v in _positional(node) if name != "generator")
 
 
 def _fake_key(node: Any) -> torch.Tensor:
     value = node.meta["val"]
+    value = value[0] if isinstance(value, (tuple, list)) else value
     with value.fake_mode:
         return torch.empty(2, dtype=torch.int64, device=value.device)

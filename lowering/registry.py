@@ -3,8 +3,10 @@
     @lowers(aten.cat.default)
     def cat(ctx, tensors, dim=0): ...
 
-A rule takes the context, then the arguments exactly as in the aten schema (same names, same defaults), tensors as MLIR values, and returns one
-value or a tuple. ``@elementwise`` rules see their operands already broadcast and promoted. A second rule for one overload, or a
+A rule takes the context, then the arguments exactly as in the aten schema (same names, same defaults), tensors as MLIR
+values, and returns one
+value or a tuple. ``@elementwise`` rules see their operands already broadcast and promoted. A second rule for one
+overload, or a
 signature that is not the schema's, raises when the module is imported.
 """
 
@@ -35,7 +37,8 @@ class Rule:
 
 
 class OpRegistry:
-    """Overloads (or higher-order operators) to rules. Families under ``lowering/ops`` are imported at the first look-up."""
+    """Overloads (or higher-order operators) to rules. Families under ``lowering/ops`` are imported at the first
+    look-up."""
 
     def __init__(self) -> None:
         self._rules: dict[Any, Rule] = {}
@@ -77,7 +80,8 @@ registry = OpRegistry()
 
 
 def _check_signature(op: OpOverload, function: RuleFunction) -> None:
-    """Positional arguments must stand in the schema's order under the schema's names; what the schema lacks needs a default."""
+    """Positional arguments must stand in the schema's order under the schema's names; what the schema lacks needs a
+    default."""
     accepted = {p.name: p for p in list(inspect.signature(function).parameters.values())[1:]}
     kinds = {p.kind for p in accepted.values()}
     ordered = [p.name for p in accepted.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -117,10 +121,13 @@ def lowers(*ops: Any, tier: str = "native") -> Callable[[RuleFunction], RuleFunc
 
 
 def elementwise(*ops: Any, compute: str = "result", opmath: bool = True) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule whose tensor operands (and Python scalars in their place) arrive broadcast to the result's shape, in one dtype.
+    """Register a rule whose tensor operands (and Python scalars in their place) arrive broadcast to the result's
+    shape, in one dtype.
 
-    ``compute="result"``: that dtype is the result's. ``"operands"``: it is torch's promotion of the operands (comparisons, is_nan, …).
-    ``opmath``: 16-bit floats are computed in float32 and rounded once, as torch does; switch it off where the body is a single
+    ``compute="result"``: that dtype is the result's. ``"operands"``: it is torch's promotion of the operands
+    (comparisons, is_nan, …).
+    ``opmath``: 16-bit floats are computed in float32 and rounded once, as torch does; switch it off where the body is
+    a single
     correctly rounded operation. The result is converted to the dtype that FakeTensor promises.
     """
 

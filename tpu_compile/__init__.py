@@ -6,7 +6,8 @@
     tpu_compile.trace(model, x).lower().compile()            the stages, one at a time
     tpu_compile.lowers(my_op)                                a rule for an operator of your own
 
-Importing this package loads neither torch, jaxlib nor jax. (`tpu_compile.stats` and `tpu_compile.config` are the function and the object, not
+Importing this package loads neither torch, jaxlib nor jax. (`tpu_compile.stats` and `tpu_compile.config` are the
+function and the object, not
 their modules: inside the package, write `from tpu_compile.stats import count`.)
 """
 

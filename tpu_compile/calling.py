@@ -1,6 +1,8 @@
-"""The call path: a plan made once for each executable, then bind, execute, unwrap. No logging and no allocation of plans here.
+"""The call path: a plan made once for each executable, then bind, execute, unwrap. No logging and no allocation of
+plans here.
 
-CPU tensors come in and go out. A tensor laid out as the plan expects is lent to PJRT without a copy, and the call returns only when every
+CPU tensors come in and go out. A tensor laid out as the plan expects is lent to PJRT without a copy, and the call
+returns only when every
 result is ready: until then the program may still be reading the caller's memory.
 """
 
@@ -17,7 +19,8 @@ from tpu_compile.stats import counters
 
 
 def draw_seed() -> torch.Tensor:
-    """Two 64-bit words from torch's CPU generator: ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern what comes next."""
+    """Two 64-bit words from torch's CPU generator: ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern
+    what comes next."""
     return torch.empty(2, dtype=torch.int64).random_().view(torch.uint64)
 
 
@@ -51,7 +54,8 @@ class ArgumentPlan:
     def _import(self, t: torch.Tensor) -> Any:
         if t.shape != self.shape or t.dtype is not self.dtype:
             raise BadCall(
-                f"argument {self.position} is {t.dtype}{list(t.shape)}; the program was compiled for {self.dtype}{list(self.shape)}. "
+                f"argument {self.position} is {t.dtype}{list(t.shape)}; the program was compiled for "
+                f"{self.dtype}{list(self.shape)}. "
                 "Call the compiled function through torch.compile, whose guards recompile for another type.",
                 "INVALID_ARGUMENT",
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo import external_utils
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -35,7 +36,10 @@ def frame_name() -> str:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:
         return "graph"
-    return re.sub(r"\W+", "_", code.co_name).strip("_") or "graph"
+    if code.co_filename == external_utils.__file__:  # torch's own wrapper around a module
+        return "module"
+    name = code.co_qualname.replace("<locals>.", "")
+    return "_".join(re.findall(r"\w+", name)[-2:]) or "graph"
 
 
 def through_dynamo(error: TpuCompileError) -> TpuCompileError:

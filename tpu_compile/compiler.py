@@ -213,7 +213,8 @@ def _on_device(value: Any) -> bool:
 
 
 class CompiledGraph:
-    """A graph ready to be called with AOTAutograd's flat (boxed) arguments. Symbolic sizes are bound at each call; every new binding is
+    """A graph ready to be called with AOTAutograd's flat (boxed) arguments. Symbolic sizes are bound at each call;
+    every new binding is
     lowered and compiled once."""
 
     def __init__(self, graph_module: GraphModule, name: str, kept: frozenset[int] = frozenset()) -> None:

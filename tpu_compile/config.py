@@ -1,4 +1,5 @@
-"""Every knob, declared once: field, environment name, type, default, help, and whether its value belongs in the cache key.
+"""Every knob, declared once: field, environment name, type, default, help, and whether its value belongs in the cache
+key.
 
     tpu_compile.config.cache_dir                     the value in force
     with tpu_compile.override(cache=False): ...      a scope, for this thread and what it calls
@@ -15,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from tpu_compile.errors import ConfigError, nearest
@@ -60,7 +62,8 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting. ``parse`` reads it from text, ``kind`` is the Python type accepted from code, ``keyed`` puts it in the cache key."""
+    """One setting. ``parse`` reads it from text, ``kind`` is the Python type accepted from code, ``keyed`` puts it in
+    the cache key."""
 
     name: str
     env: str
@@ -95,7 +98,7 @@ KNOBS: dict[str, Knob] = {
             "platform",
             str,
             "",
-            "Where programs run: cpu, tpu, cuda, or the path of a PJRT plugin. Empty: a real TPU if there is one, else cpu.",
+            "Where programs run: cpu, tpu, cuda, or a PJRT plugin's path. Empty: a real TPU if there is one, else cpu.",
         ),
         _knob("plugin_options", _pairs, {}, "Client options for the PJRT plugin, as name=value,name=value."),
         _knob("cache", _bool, True, "Keep compiled executables on disk."),
@@ -157,7 +160,9 @@ OPTIONS = frozenset(
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 
-_overrides: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("tpu_compile_overrides", default={})
+_overrides: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "tpu_compile_overrides", default=MappingProxyType({})
+)
 
 
 class Config:
@@ -217,7 +222,8 @@ def scoped(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def environment(name: str, default: str = "") -> str:
-    """An environment variable that belongs to somebody else (XLA_FLAGS, LIBTPU_INIT_ARGS): read here, so that it is read in one place."""
+    """An environment variable that belongs to somebody else (XLA_FLAGS, LIBTPU_INIT_ARGS): read here, so that it is
+    read in one place."""
     return os.environ.get(name, default)
 
 

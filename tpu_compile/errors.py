@@ -1,4 +1,5 @@
-"""Every error this package raises on purpose. The class is what the user can do about it; the message says what, where and how to fix it.
+"""Every error this package raises on purpose. The class is what the user can do about it; the message says what, where
+and how to fix it.
 
 TpuCompileError                   (RuntimeError)
 ├── LoweringError                 the graph cannot become StableHLO
@@ -49,12 +50,13 @@ class Gap:
 
 
 class UnsupportedOp(LoweringError):
-    """Ops that no tier lowers. ``gaps`` holds every one of the graph, not only the first; ``nodes`` their FX nodes, in the same order."""
+    """Ops that no tier lowers. ``gaps`` holds every one of the graph, not only the first; ``nodes`` their FX nodes, in
+    the same order."""
 
     def __init__(self, gaps: Iterable[Gap], graph: str = "", nodes: Iterable[Any] = ()) -> None:
         self.gaps, self.nodes = tuple(gaps), tuple(nodes)
         title = f"{len(self.gaps)} op{'s' * (len(self.gaps) != 1)} of graph {graph or '<unnamed>'} cannot be lowered:"
-        fix = "Drop fullgraph=True to run these on the CPU between compiled parts, or give the op a rule: see `tpu_compile.lowers`."
+        fix = "Drop fullgraph=True to run these on the CPU between compiled parts, or write a rule: `tpu_compile.lowers`."
         super().__init__("\n  - ".join([title, *map(str, self.gaps)]) + "\n" + fix)
 
 
@@ -75,7 +77,14 @@ class DeviceError(TpuCompileError):
 
 
 class OutOfMemory(DeviceError):
-    """The device's memory does not hold the program or its buffers (RESOURCE_EXHAUSTED)."""
+    """The device does not hold the program or its buffers. ``needed`` and ``available`` are bytes, 0 where PJRT is
+    silent."""
+
+    def __init__(
+        self, message: str, code: str = "RESOURCE_EXHAUSTED", dump: str = "", needed: int = 0, available: int = 0
+    ) -> None:
+        super().__init__(message, code)
+        self.dump, self.needed, self.available = dump, needed, available
 
 
 class CompilationFailed(DeviceError):
@@ -95,7 +104,8 @@ class BadCall(DeviceError):
 
 
 class CacheError(TpuCompileError):
-    """The cache directory or an entry cannot be used. A compile treats it as a miss; only the cache commands show it."""
+    """The cache directory or an entry cannot be used. A compile treats it as a miss; only the cache commands show
+    it."""
 
 
 class TpuCompileWarning(UserWarning):

@@ -1,6 +1,8 @@
-"""Tier 4: a graph split around the ops that nothing lowers. The parts between them are compiled; they run in eager torch.
+"""Tier 4: a graph split around the ops that nothing lowers. The parts between them are compiled; they run in eager
+torch.
 
-Every node gets a level: how often a path from the arguments to it changes between lowered and eager. Nodes of one level form one part, so two
+Every node gets a level: how often a path from the arguments to it changes between lowered and eager. Nodes of one
+level form one part, so two
 independent eager ops do not split the graph twice. Writes into arguments come last, after every read.
 """
 

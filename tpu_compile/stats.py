@@ -1,7 +1,8 @@
 """Counters: what happened, as a flat dict of numbers. They are the evidence (tests assert on them); logs are not.
 
 Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``fallback_ops`` ``memory_hits``
-``disk_hits`` ``disk_misses`` ``disk_puts`` ``disk_waits`` ``disk_evictions`` ``remote_hits`` ``remote_misses`` ``remote_puts``
+``disk_hits`` ``disk_misses`` ``disk_puts`` ``disk_waits`` ``disk_evictions`` ``remote_hits`` ``remote_misses``
+``remote_puts``
 ``cache_faults`` ``h2d_bytes`` ``d2h_bytes`` ``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir``
 ``ops_eager``.
 Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``, and ``saved_seconds``: compiling that

@@ -1,0 +1,64 @@
+"""StableHLO's sliding-window operations beyond reduce_window; a chapter of hlo.py, under the same rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from tpu_compile.lowering.hlo import Dims, Value, dtype, int_matrix, precision_config, rank, shape, tensor_type
+
+Pads = Sequence[tuple[int, int]]
+
+
+def convolution(
+    x: Value,
+    kernel: Value,
+    dims: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    *,
+    strides: Dims,
+    padding: Pads,
+    base_dilation: Dims,
+    window_dilation: Dims,
+    feature_groups: int = 1,
+    batch_groups: int = 1,
+    out: torch.dtype | None = None,
+) -> Value:
+    """stablehlo.convolution. ``dims``: (batch, feature) axes of ``x``, (input feature, output feature) of ``kernel``, (batch, feature) of the
+    result; the other axes are spatial, in order. Negative padding crops. ``out`` widens the result."""
+    n = rank(x)
+    spatial = [[i for i in range(n) if i not in pair] for pair in dims]
+    (x_batch, x_feature), (kernel_in, kernel_out), (y_batch, y_feature) = dims
+    sizes = [0] * n
+    sizes[y_batch] = shape(x)[x_batch] // batch_groups
+    sizes[y_feature] = shape(kernel)[kernel_out]
+    for i, (a, b, c) in enumerate(zip(*spatial, strict=True)):
+        span = (shape(x)[a] - 1) * base_dilation[i] + 1 + sum(padding[i])
+        sizes[c] = max((span - (shape(kernel)[b] - 1) * window_dilation[i] - 1) // strides[i] + 1, 0)
+    numbers = stablehlo.ConvDimensionNumbers.get(
+        input_batch_dimension=x_batch,
+        input_feature_dimension=x_feature,
+        input_spatial_dimensions=spatial[0],
+        kernel_input_feature_dimension=kernel_in,
+        kernel_output_feature_dimension=kernel_out,
+        kernel_spatial_dimensions=spatial[1],
+        output_batch_dimension=y_batch,
+        output_feature_dimension=y_feature,
+        output_spatial_dimensions=spatial[2],
+    )
+    i64 = ir.IntegerType.get_signless(64)
+    return stablehlo.convolution(
+        tensor_type(sizes, out or dtype(x)),
+        x,
+        kernel,
+        numbers,
+        ir.IntegerAttr.get(i64, feature_groups),
+        ir.IntegerAttr.get(i64, batch_groups),
+        window_strides=ir.DenseI64ArrayAttr.get(list(strides)),
+        padding=int_matrix(padding),
+        lhs_dilation=ir.DenseI64ArrayAttr.get(list(base_dilation)),
+        rhs_dilation=ir.DenseI64ArrayAttr.get(list(window_dilation)),
+        precision_config=precision_config(x, kernel),
+    )
