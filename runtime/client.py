@@ -8,12 +8,8 @@ A test asserts that a compile and a call leave jax unimported.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +20,9 @@ from jaxlib import _jax  # type: ignore[attr-defined]
 from jaxlib import xla_client as xc
 from torch.utils import dlpack
 
-from tpu_compile.config import config, environment
-from tpu_compile.errors import BadCall, CompilationFailed, ConfigError, DeviceError, OutOfMemory
+from tpu_compile.errors import BadCall, ConfigError
 from tpu_compile.runtime import keys, plugin, status
+from tpu_compile.runtime.compiling import compile_error, toolchain_parts, xla_compile_options
 from tpu_compile.runtime.executable import Buffer, Executable
 from tpu_compile.runtime.options import CompileOptions
 from tpu_compile.stats import counters
@@ -50,13 +46,6 @@ _FOREIGN: dict[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
 }
 """Dtypes that torch does not hand to numpy itself: the integer that holds their bits, and numpy's name for them."""
 _FROM_NUMPY = {numpy: (bits, dtype) for dtype, (bits, numpy) in _FOREIGN.items()}
-
-_PINNED = {
-    "cpu": {"xla_cpu_enable_fast_math": False, "xla_cpu_enable_fast_min_max": False},
-    "cuda": {"xla_gpu_enable_fast_min_max": False},
-    "tpu": {},
-}
-"""Options that keep NaN and infinity as torch has them, whatever XLA's defaults become; XLA_FLAGS may name them."""
 
 
 class _OneDevice(xc.SingleDeviceSharding):  # type: ignore[misc]
@@ -108,7 +97,7 @@ class Client:
         try:
             loaded = self._raw.compile_and_load(bytecode, self._devices, self.compile_options(options))
         except (RuntimeError, ValueError) as error:
-            raise compile_error(error, bytecode, name, options) from error
+            raise compile_error(str(error), bytecode, name, options) from error
         return Executable(name, loaded, self._result_handler)
 
     def load(self, blob: bytes, name: str, options: CompileOptions) -> Executable:
@@ -216,70 +205,6 @@ def _copy_to_host(buffer: Buffer) -> torch.Tensor:
         return torch.from_numpy(array.copy())
     bits, dtype = foreign
     return torch.from_numpy(array.view(np.int16 if bits is torch.int16 else np.uint8).copy()).view(dtype)
-
-
-# Compile options
-
-
-def xla_compile_options(options: CompileOptions, family: str, assignment: list[list[int]]) -> Any:
-    """jaxlib's CompileOptions. ``assignment``: device ids, [replica][partition]."""
-    result = xc.CompileOptions()
-    result.num_replicas, result.num_partitions = options.num_replicas, options.num_partitions
-    result.device_assignment = xc.DeviceAssignment.create(np.array(assignment, dtype=np.int32))
-    build = result.executable_build_options
-    build.num_replicas, build.num_partitions = options.num_replicas, options.num_partitions
-    if options.optimization_level >= 0:
-        build.optimization_level = options.optimization_level
-    named = keys.flags(environment("XLA_FLAGS"))
-    pinned = {name: value for name, value in _PINNED.get(family, {}).items() if name not in named}
-    given = {name: _option_value(text) for name, text in options.xla_options}
-    overrides = {"xla_allow_excess_precision": options.excess_precision, **pinned, **given}
-    result.env_option_overrides = list(overrides.items())
-    return result
-
-
-def _option_value(text: str) -> bool | str:
-    """XLA parses numbers out of text itself, but takes a truth value only as one."""
-    return {"true": True, "false": False}.get(text.strip().lower(), text)
-
-
-@cache
-def toolchain_parts() -> dict[str, str]:
-    """Compiler versions and the flags that the environment gives them."""
-    return {
-        "jaxlib": version("jaxlib"),
-        "xla_flags": keys.flags_part("XLA_FLAGS"),
-        "libtpu_init_args": keys.flags_part("LIBTPU_INIT_ARGS"),
-    }
-
-
-# Errors
-
-
-def compile_error(error: Exception, bytecode: bytes, name: str, options: CompileOptions) -> DeviceError | ConfigError:
-    """The error of a failed compile. Keeps the program and the message in a folder, unless an option is to blame."""
-    message = str(error)
-    if "No such compile option" in message or "While setting option" in message:
-        return ConfigError(f"xla_options={dict(options.xla_options)}: {status.excerpt(message)}")
-    where = status.source_line(message)
-    if "No FFI handler registered" in message:
-        message += "\nThe handlers of jaxlib (runtime.ffi) reach only the CPU client inside jaxlib, not a plugin's."
-    folder = _dump(bytecode, message, name)
-    what = f"XLA could not compile {name}{f' ({where})' if where else ''}"
-    text = f"{what}: {status.excerpt(message)}\nThe program and the message: {folder}"
-    code = status.code(message)
-    return OutOfMemory(text, code) if code == "RESOURCE_EXHAUSTED" else CompilationFailed(text, code, folder)
-
-
-def _dump(bytecode: bytes, message: str, name: str) -> str:
-    parent = config.dump_to or None
-    if parent:
-        Path(parent).mkdir(parents=True, exist_ok=True)
-    readable = "".join(c if c.isalnum() else "_" for c in name)[:60]
-    folder = Path(tempfile.mkdtemp(prefix=f"tpu_compile-{readable}-", dir=parent))
-    (folder / ("program.mlirbc" if bytecode[:4] == b"ML\xefR" else "program.mlir")).write_bytes(bytecode)
-    (folder / "error.txt").write_text(message)
-    return str(folder)
 
 
 # The process's clients

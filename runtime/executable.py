@@ -36,8 +36,12 @@ def memory_analysis(raw: Any) -> MemoryAnalysis:
 
 
 def cost_analysis(raw: Any) -> dict[str, float]:
-    """XLA's estimate: ``flops``, ``bytes accessed``, ``transcendentals``, … under JAX's names."""
-    return {name: float(value) for name, value in raw.cost_analysis().items() if isinstance(value, (int, float))}
+    """XLA's estimate: ``flops``, ``bytes accessed``, ``transcendentals``, … under JAX's names.
+
+    A negative value says that XLA does not know (``optimal_seconds`` of a program with collectives): it is left out.
+    """
+    known = ((name, value) for name, value in raw.cost_analysis().items() if isinstance(value, (int, float)))
+    return {name: float(value) for name, value in known if value >= 0}
 
 
 class Executable:

@@ -49,7 +49,7 @@ class PluginInfo:
 def installed_plugins() -> list[PluginInfo]:
     """Every plugin that this environment holds, the CPU client inside jaxlib first. Loads none of them."""
     embedded = PluginInfo("cpu", "", version("jaxlib"), "inside jaxlib")
-    return [embedded, *filter(None, [_libtpu()]), *(p for point in _points() if (p := _announced(point)))]
+    return [embedded, *filter(None, [libtpu()]), *(p for point in _points() if (p := _announced(point)))]
 
 
 def _points() -> Iterator[EntryPoint]:
@@ -79,7 +79,8 @@ def _library(folders: list[Path]) -> Path | None:
     return None
 
 
-def _libtpu() -> PluginInfo | None:
+def libtpu() -> PluginInfo | None:
+    """The library that drives TPUs and compiles for them, or nothing. Does not load it."""
     if (named := environment("TPU_LIBRARY_PATH")) and Path(named).is_file():
         return PluginInfo("tpu", named, _libtpu_version(named), "TPU_LIBRARY_PATH")
     spec = importlib.util.find_spec("libtpu")
@@ -162,7 +163,7 @@ def default_platform() -> str:
     """``tpu`` where a TPU is attached and libtpu is installed, else ``cpu``. Loads nothing."""
     if not tpu_attached():
         return "cpu"
-    if _libtpu():
+    if libtpu():
         return "tpu"
     _log.warning("This machine has a TPU but no libtpu: running on the CPU. Install it with: %s", _TPU_PIP)
     return "cpu"

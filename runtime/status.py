@@ -7,14 +7,23 @@ import re
 from tpu_compile.errors import BadCall, DeviceError, OutOfMemory
 
 _STATUS = re.compile(
-    r"\b(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
-    r"|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED): "
+    r"\b(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED"
+    r"|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
+    r"|UNAUTHENTICATED): "
 )
 _LOCATIONS = (
     re.compile(r'source_file="(?P<file>[^"]+)" source_line=(?P<line>\d+)'),
     re.compile(r'loc\("(?P<file>[^"]+)":(?P<line>\d+)'),
     re.compile(r"(?m)^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):\d+: error:"),
+    re.compile(r"Suspected Python Code Location:\s*(?P<file>\S[^:\n]*):(?P<line>\d+)"),
 )
+_SIZE = r"(\d+(?:\.\d+)?)([KMGT]?)"
+_MEMORY = (
+    re.compile(rf"\({_SIZE}\) exceeds available \S+ \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE}"),
+    re.compile(rf"allocating {_SIZE} bytes()()"),
+)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXCERPT = 2000
 
 
@@ -27,7 +36,7 @@ def code(message: str) -> str:
 def source_line(message: str) -> str:
     """``file:line`` of the op that a message blames, or nothing."""
     for pattern in _LOCATIONS:
-        if found := pattern.search(message):
+        if (found := pattern.search(message)) and found["file"] not in ("-", "<unknown>"):
             return f"{found['file']}:{found['line']}"
     return ""
 
@@ -39,11 +48,27 @@ def excerpt(message: str) -> str:
     return message if left <= 0 else f"{message[:_EXCERPT]}\n… ({left} more characters)"
 
 
+def out_of_memory(text: str, message: str, dump: str = "") -> OutOfMemory:
+    """An OutOfMemory that says ``text``, with the sizes in PJRT's ``message``."""
+    for pattern in _MEMORY:
+        if found := pattern.search(message):
+            needed, unit, available, available_unit = found.groups()
+            sizes = (_bytes(needed, unit), _bytes(available or "0", available_unit))
+            return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump, *sizes)
+    return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump)
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS[unit])
+
+
 def device_error(error: Exception, doing: str) -> DeviceError:
     """The error to raise from ``error``, which PJRT raised while it was ``doing`` something."""
     message = str(error)
-    status = code(message)
-    return (OutOfMemory if status == "RESOURCE_EXHAUSTED" else DeviceError)(f"{doing}: {excerpt(message)}", status)
+    text = f"{doing}: {excerpt(message)}"
+    if _consumed(message):
+        return BadCall(f"{text}\n{_CONSUMED}", code(message))
+    return out_of_memory(text, message) if code(message) == "RESOURCE_EXHAUSTED" else DeviceError(text, code(message))
 
 
 def call_error(error: Exception, name: str) -> DeviceError:
@@ -51,7 +76,13 @@ def call_error(error: Exception, name: str) -> DeviceError:
     message = str(error)
     if code(message) != "INVALID_ARGUMENT" and not isinstance(error, TypeError):
         return device_error(error, f"{name} failed")
-    # jaxlib's words for a deleted buffer are "Expected args … to have 1 shards, got: [0]".
-    deleted = "shards, got: [0]" in message
-    hint = "\nA buffer that an earlier call consumed (a donated one) was passed again." if deleted else ""
+    hint = f"\n{_CONSUMED}" if _consumed(message) else ""
     return BadCall(f"{name} was called with arguments it does not take: {excerpt(message)}{hint}", code(message))
+
+
+_CONSUMED = "A buffer that an earlier call consumed (its argument is donated) was used again."
+
+
+def _consumed(message: str) -> bool:
+    """jaxlib's words for a buffer deleted on its own side are "Expected args … to have 1 shards, got: [0]"."""
+    return "deleted or donated" in message or "1 shards, got: [0]" in message

@@ -1,0 +1,277 @@
+"""A TPU that is not there as a compile target: libtpu's compile-only client, in a worker process.
+
+    target = topology("v5e:2x2")
+    program = target.compile(bytecode, "graph 0", CompileOptions())
+    program.as_text(), program.cost_analysis(), program.memory_analysis()
+
+libtpu can hang or abort the process that loads it, and wants its environment set before: the worker is where that
+happens. One worker serves all topologies of this process and is started again after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import IO, Any, NoReturn, TypeVar
+
+from tpu_compile.errors import ConfigError, DeviceError, MissingDependency
+from tpu_compile.runtime import plugin, status
+from tpu_compile.runtime.executable import MemoryAnalysis
+from tpu_compile.runtime.options import CompileOptions
+
+GENERATIONS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
+"""What libtpu compiles for; it may know newer ones, and is asked."""
+
+_EXAMPLES = "v5e:1x1, v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1"
+_HEADER = struct.Struct("<QQ")
+_TAIL = 3000
+_T = TypeVar("_T")
+
+
+def topology(name: str) -> Topology:
+    """A TPU slice by its name, ``<generation>:<chips>x<chips>[x<chips>]``.
+
+    Raises:
+        MissingDependency: libtpu is not installed.
+        ConfigError: no such generation, or a grid that it does not come in.
+        DeviceError: libtpu crashed; the message ends with what it wrote.
+    """
+    library = plugin.libtpu()
+    if library is None:
+        raise MissingDependency("libtpu", "Compiling for a TPU", "'tpu-compile[tpu]'")
+    reply, _ = _workers.request({"do": "open", "topology": name}, b"", f"opening {name}")
+    if "error" in reply:
+        raise ConfigError(
+            f"No TPU topology is called {name!r}: {status.excerpt(reply['error']).rstrip('.')}. "
+            f"Generations: {', '.join(GENERATIONS)}. Names look like {_EXAMPLES}."
+        )
+    return Topology(name, reply["device_kind"], reply["platform_version"], library.version, reply["devices"])
+
+
+@dataclass(frozen=True)
+class CompileOnlyExecutable:
+    """A program compiled for a TPU that is not attached. It can be inspected and stored, not run.
+
+    Args:
+        name: what errors call it.
+        text: the optimised, scheduled HLO.
+        cost: XLA's estimate, by JAX's names.
+        memory: bytes it needs on each chip.
+        blob: the serialized executable, for ``Client.load`` where the TPU is.
+    """
+
+    name: str
+    text: str
+    cost: Mapping[str, float]
+    memory: MemoryAnalysis
+    blob: bytes
+
+    def as_text(self) -> str:
+        """The optimised, scheduled HLO."""
+        return self.text
+
+    def cost_analysis(self) -> dict[str, float]:
+        """XLA's estimate: ``flops``, ``bytes accessed``, ``optimal_seconds``, … under JAX's names."""
+        return dict(self.cost)
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """Bytes the program needs on each chip."""
+        return self.memory
+
+    def serialize(self) -> bytes:
+        """The compiled program as bytes."""
+        return self.blob
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A TPU slice to compile for.
+
+    Args:
+        name: such as ``v5e:2x2``.
+        device_kind: the chip, such as ``TPU v5 lite``.
+        platform_version: what libtpu says of its build.
+        libtpu_version: its wheel's version.
+        device_count: devices in the slice (two a chip on some generations).
+    """
+
+    name: str
+    device_kind: str
+    platform_version: str
+    libtpu_version: str
+    device_count: int
+    platform: str = "tpu"
+    family: str = "tpu"
+
+    def compile(self, bytecode: bytes, name: str, options: CompileOptions) -> CompileOnlyExecutable:
+        """Compile a StableHLO program given as MLIR bytecode (or MLIR text).
+
+        Raises:
+            OutOfMemory: it does not fit the chip; ``needed`` and ``available`` are bytes.
+            ConfigError: an XLA option that does not exist, or more partitions than the slice has devices.
+            CompilationFailed: XLA rejected the program, or libtpu crashed over it.
+        """
+        wanted = options.num_replicas * options.num_partitions
+        if wanted > self.device_count:
+            raise ConfigError(f"{self.name} has {self.device_count} devices, and the program is for {wanted}")
+        request = {"do": "compile", "topology": self.name, "options": asdict(options)}
+        reply, payload = _blaming(
+            lambda: _workers.request(request, bytecode, f"compiling {name} for {self.name}"), bytecode, name, options
+        )
+        if "error" in reply:
+            raise _compile_error(reply["error"], bytecode, name, options)
+        cut = reply["text_bytes"]
+        memory = MemoryAnalysis(**reply["memory"])
+        return CompileOnlyExecutable(name, payload[:cut].decode(), reply["cost"], memory, payload[cut:])
+
+    def key_parts(self, options: CompileOptions) -> dict[str, str]:
+        """Everything besides the program that decides the binary, each with a label."""
+        from tpu_compile.runtime.compiling import toolchain_parts
+
+        return {
+            "plugin": f"tpu {self.libtpu_version}",
+            "platform": self.platform,
+            "platform_version": self.platform_version,
+            "device_kind": self.device_kind,
+            "topology": self.name,
+            "device_assignment": f"{options.num_replicas}x{options.num_partitions} of {self.device_count}",
+            **toolchain_parts(),
+            **options.key_parts(),
+        }
+
+
+def _blaming(call: Callable[[], _T], bytecode: bytes, name: str, options: CompileOptions) -> _T:
+    """``call``, with a crash of the worker reported as this program's failure to compile."""
+    try:
+        return call()
+    except WorkerCrashed as error:
+        raise _compile_error(str(error), bytecode, name, options) from error
+
+
+def _compile_error(message: str, bytecode: bytes, name: str, options: CompileOptions) -> Exception:
+    from tpu_compile.runtime.compiling import compile_error
+
+    return compile_error(message, bytecode, name, options)
+
+
+# The worker
+
+
+class WorkerCrashed(DeviceError):
+    """The process that holds libtpu ended while it worked; the message ends with what it wrote."""
+
+
+class _Worker:
+    """One process with libtpu in it, asked one thing at a time."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
+        # Its own session: Ctrl-C is for the user's process, which then ends the worker. -P: the user's folder may
+        # hold a file called like a module of ours.
+        command = [sys.executable, "-P", "-m", "tpu_compile.runtime.tpu_worker"]
+        self._process = subprocess.Popen(
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
+        )
+        self._stop = weakref.finalize(self, _end, self._process, self._log, self.pid)
+
+    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
+        assert self._process.stdin and self._process.stdout
+        try:
+            send(self._process.stdin, header, payload)
+            return receive(self._process.stdout)
+        except (BrokenPipeError, EOFError):
+            self._crashed(doing)
+        except BaseException:
+            self._stop()  # an interrupted conversation cannot be taken up again
+            raise
+
+    def _crashed(self, doing: str) -> NoReturn:
+        code = self._process.wait()
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _TAIL))
+        tail = self._log.read().decode(errors="replace").strip()
+        self._stop()
+        what = f"libtpu ended its process ({_describe(code)}) while {doing}"
+        raise WorkerCrashed(f"ABORTED: {what}. It wrote:\n{tail}", "ABORTED")
+
+    @property
+    def alive(self) -> bool:
+        return self._stop.alive and self._process.poll() is None
+
+
+def _describe(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+def _end(process: subprocess.Popen[bytes], log: IO[bytes], owner: int) -> None:
+    """End the worker and close what leads to it. A forked child only closes: the worker is its parent's."""
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+    else:
+        process.returncode = 0  # or Popen complains that nobody waited for it
+    for stream in (process.stdin, process.stdout, log):
+        if stream:
+            stream.close()
+
+
+class _Workers:
+    """This process's worker, started when first needed; a forked child and a crash each get a new one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self._lock, self._worker = threading.Lock(), None
+
+    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
+        with self._lock:
+            if self._worker is None or not self._worker.alive:
+                self._worker = _Worker()
+            return self._worker.request(header, payload, doing)
+
+
+_workers = _Workers()
+
+
+# The conversation: two lengths, a JSON header, a payload
+
+
+def send(stream: IO[bytes], header: Mapping[str, Any], payload: bytes) -> None:
+    """Write one message."""
+    text = json.dumps(header).encode()
+    left = memoryview(_HEADER.pack(len(text), len(payload)) + text + payload)
+    while left:
+        left = left[stream.write(left) :]
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+    """Read one message.
+
+    Raises:
+        EOFError: the other side ended.
+    """
+    text_size, payload_size = _HEADER.unpack(_exactly(stream, _HEADER.size))
+    return json.loads(_exactly(stream, text_size)), _exactly(stream, payload_size)
+
+
+def _exactly(stream: IO[bytes], size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        # Unbuffered pipes (a fork must not inherit half a message) give what there is.
+        if not (chunk := stream.read(size - len(data))):
+            raise EOFError
+        data += chunk
+    return bytes(data)
