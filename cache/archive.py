@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tpu_compile.cache.disk import is_digest
-from tpu_compile.cache.entry import Rejected, decode
+from tpu_compile.cache.entry import Rejected, decode, without_hits
 from tpu_compile.cache.store import CacheStore
 from tpu_compile.errors import CacheError
 
@@ -79,7 +79,7 @@ def import_archive(store: CacheStore, source: Path) -> Transfer:
 
 def _export(store: CacheStore, digest: str, add: Callable[[str, bytes], None], result: Transfer) -> None:
     try:
-        data = store.folder.read_file(digest)
+        data = without_hits(store.folder.read_file(digest))
         decode(data, digest, store.secret)
     except (Rejected, OSError) as fault:
         result.refused[digest] = str(fault)
@@ -138,8 +138,15 @@ def _reader(source: Path) -> Iterator[list[_Member]]:
         with zipfile.ZipFile(source) as packed:
             yield [(item.filename, partial(packed.read, item)) for item in packed.infolist()]
     else:
-        with tarfile.open(source, "r") as tar:
+        with _open_tar(source) as tar:
             yield [(_tar_name(item), partial(_tar_read, tar, item)) for item in tar.getmembers()]
+
+
+def _open_tar(source: Path) -> tarfile.TarFile:
+    try:
+        return tarfile.open(source, "r")
+    except tarfile.ReadError:
+        raise tarfile.ReadError("it is neither a tar nor a zip archive") from None
 
 
 def _tar_name(item: tarfile.TarInfo) -> str:

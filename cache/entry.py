@@ -169,6 +169,11 @@ def decode(data: bytes, digest: str, secret: bytes = b"") -> Entry:
     return Entry(read_payload(read, header), header)
 
 
+def without_hits(data: bytes) -> bytes:
+    """The file of an entry as it was when it was put: hits are counted where they happen."""
+    return data[:HITS_OFFSET] + HITS.pack(0) + data[HITS_OFFSET + HITS.size :]
+
+
 def read_header(read: Reader, size: int, digest: str, secret: bytes = b"") -> tuple[Header, int]:
     """The checked header of an entry of ``size`` bytes in all, and its number of hits."""
     preamble = Preamble.read(read(PREAMBLE.size))

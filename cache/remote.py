@@ -32,7 +32,7 @@ class Remote:
     """Entries below one URL, as ``<url>/entries/<digest>``."""
 
     def __init__(self, url: str, *, write: bool = False) -> None:
-        self.url = url.rstrip("/")
+        self.url = url
         self.write = write
         self._failures = 0
         self._files: tuple[Any, str] | None = None
@@ -153,21 +153,23 @@ class Remote:
         with self._lock:
             if self._writer is None:
                 atexit.register(self._flush_at_exit)
-            if self._writer is None or not self._writer.is_alive():  # a forked child has the object and not the thread
-                name = "tpu-compile-remote-write"
-                self._writer = threading.Thread(target=self._write_pending, name=name, daemon=True)
+            if self._writer is None or not self._writer.is_alive():
+                # A forked child has the object and not the thread; what waits in the queue is the parent's to write.
+                self._pending = queue.Queue(_MOST_PENDING)
+                name, work = "tpu-compile-remote-write", (self._pending,)
+                self._writer = threading.Thread(target=self._write_pending, args=work, name=name, daemon=True)
                 self._writer.start()
 
-    def _write_pending(self) -> None:
+    def _write_pending(self, pending: queue.Queue[tuple[str, bytes]]) -> None:
         while True:
-            digest, data = self._pending.get()
+            digest, data = pending.get()
             try:
                 if not self._given_up and self._attempt("write to", partial(self._write, digest, data)):
                     count("remote_puts")
             except CacheError as error:
                 self._error = error  # raise_cache_errors: flush raises it, in a thread that somebody watches
             finally:
-                self._pending.task_done()
+                pending.task_done()
 
     def _flush_at_exit(self) -> None:
         if not self.flush(config.cache_remote_timeout):

@@ -231,7 +231,7 @@ def _row(info: EntryInfo) -> tuple[str, ...]:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A drawn table on a terminal, tab-separated lines without a heading elsewhere."""
-    if not sys.stdout.isatty():
+    if not _on_terminal():
         for row in rows:
             click.echo("\t".join(row))
         return
@@ -242,7 +242,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*map(Text, row))  # as text: [8,128] is no markup
-    Console().print(table)
+    Console(file=sys.stdout).print(table)
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _shorten(text: str, width: int) -> str:
