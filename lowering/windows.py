@@ -26,8 +26,11 @@ def convolution(
     batch_groups: int = 1,
     out: torch.dtype | None = None,
 ) -> Value:
-    """stablehlo.convolution. ``dims``: (batch, feature) axes of ``x``, (input feature, output feature) of ``kernel``, (batch, feature) of the
-    result; the other axes are spatial, in order. Negative padding crops. ``out`` widens the result."""
+    """stablehlo.convolution; negative padding crops, ``out`` widens the result.
+
+    ``dims``: (batch, feature) axes of ``x``, (input feature, output feature) of ``kernel``, (batch, feature) of the result. The other
+    axes are spatial, in order.
+    """
     n = rank(x)
     spatial = [[i for i in range(n) if i not in pair] for pair in dims]
     (x_batch, x_feature), (kernel_in, kernel_out), (y_batch, y_feature) = dims

@@ -1,4 +1,4 @@
-"""Convolutions and their gradients, each one stablehlo.convolution in torch's own axis order (batch, channel, spatial...)."""
+"""Convolutions and their gradients, each one stablehlo.convolution in torch's own order of axes: batch, channel, spatial."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.ops.norm import promised
 from tpu_compile.lowering.registry import lowers
 from tpu_compile.lowering.windows import convolution as convolve
 
@@ -43,7 +44,7 @@ def _empty(*operands: Value) -> bool:
 
 
 def correlate(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype) -> Value:
-    """x[N, C, ...] * weight[O, C/groups, ...] -> [N, O, *sizes]; what ``sizes`` asks beyond the input is zero padding, what it leaves is cropped."""
+    """x[N, C, ...] * weight[O, C/groups, ...] -> [N, O, *sizes]. What ``sizes`` needs beyond ``x`` is 0, what it leaves is cropped."""
     padding = []
     for n, k, size, s, p, d in zip(_spatial(x), _spatial(weight), sizes, g.stride, g.padding, g.dilation, strict=True):
         padding.append((p, (size - 1) * s + (k - 1) * d + 1 - n - p))
@@ -85,7 +86,7 @@ def spread(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype) 
 
 
 def filter_gradient(x: Value, grad: Value, g: Geometry, kernel: Ints, out: torch.dtype) -> Value:
-    """The adjoint of ``correlate`` in its filter: x[N, C, ...] * grad[N, O, ...] -> [O, C/groups, *kernel]; N is summed as a feature axis."""
+    """The adjoint of ``correlate`` in its filter: x[N, C, ...] * grad[N, O, ...] -> [O, C/groups, *kernel]. N is summed as a feature."""
     padding = []
     for n, m, k, s, p, d in zip(_spatial(x), _spatial(grad), kernel, g.stride, g.padding, g.dilation, strict=True):
         padding.append((p, (k - 1) * d + (m - 1) * s + 1 - n - p))
@@ -144,27 +145,18 @@ def convolution_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Value | None, ...]:
     geometry = Geometry.of(hlo.rank(input) - 2, stride, padding, dilation, groups)
-    empty = _empty(grad_output, input, weight)
     kind = dtypes.opmath(hlo.dtype(input))
     grads: list[Value | None] = [None, None, None]
+    if _empty(grad_output, input, weight):
+        grads = [None if s is None else hlo.full(0, kind, s.shape) for s in ctx.outs]
+        output_mask = [False, False, output_mask[2]]
     if output_mask[0]:
         adjoint = correlate if transposed else spread
-        grads[0] = (
-            hlo.full(0, kind, hlo.shape(input))
-            if empty
-            else adjoint(grad_output, weight, geometry, _spatial(input), kind)
-        )
+        grads[0] = adjoint(grad_output, weight, geometry, _spatial(input), kind)
     if output_mask[1]:
         x, grad = (grad_output, input) if transposed else (input, grad_output)
-        grads[1] = (
-            hlo.full(0, kind, hlo.shape(weight))
-            if empty
-            else filter_gradient(x, grad, geometry, _spatial(weight), kind)
-        )
+        grads[1] = filter_gradient(x, grad, geometry, _spatial(weight), kind)
     if output_mask[2]:
         axes = [i for i in range(hlo.rank(grad_output)) if i != 1]
         grads[2] = hlo.reduce(hlo.convert(grad_output, kind), axes, "add")
-    return tuple(
-        None if spec is None or grad is None else hlo.convert(grad, spec.dtype)
-        for spec, grad in zip(ctx.outs, grads, strict=True)
-    )
+    return promised(ctx, *grads)

@@ -1,0 +1,199 @@
+"""Scaled dot-product attention and its gradient, kept whole. Scores are float32 (float64 for float64 data); heads that share keys are never copied."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxlib.mlir.dialects import stablehlo
+
+from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering.context import LoweringContext
+from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.ops.norm import keep, promised
+from tpu_compile.lowering.registry import lowers
+
+aten = torch.ops.aten
+
+_HEADS = ((0, 1), (0, 1))
+
+
+def scores(query: Value, key: Value, mask: Value | None, causal: bool, scale: float | None) -> Value:
+    """``scale * query @ key.T + mask``: [B, H, L, S], widened to the dtype that attention computes in; -inf where masked."""
+    kind = dtypes.opmath(hlo.dtype(query))
+    b, h, length, width = hlo.shape(query)
+    s = hlo.shape(key)[2]
+    raw = hlo.dot_general(by_key_head(query, key), key, ((3,), (3,)), _HEADS, out=kind)
+    raw = hlo.reshape(raw, [b, h, length, s])
+    raw = stablehlo.multiply(raw, hlo.full_like(raw, 1 / math.sqrt(max(width, 1)) if scale is None else scale))
+    if mask is not None and hlo.dtype(mask) == torch.bool:
+        raw = hlo.select(hlo.broadcast(mask, hlo.shape(raw)), raw, hlo.full_like(raw, -math.inf))
+    elif mask is not None:
+        raw = stablehlo.add(raw, hlo.broadcast(hlo.convert(mask, kind), hlo.shape(raw)))
+    if causal:
+        seen = hlo.compare(hlo.iota([length, s], 0), hlo.iota([length, s], 1), "GE")
+        raw = hlo.select(hlo.broadcast(seen, hlo.shape(raw)), raw, hlo.full_like(raw, -math.inf))
+    return raw
+
+
+def by_key_head(x: Value, key: Value) -> Value:
+    """[B, H, L, ...] as [B, key heads, L * queries that share a key head, ...]."""
+    b, h, length, width = hlo.shape(x)
+    heads = hlo.shape(key)[1]
+    return x if h == heads else hlo.reshape(x, [b, heads, h // max(heads, 1) * length, width])
+
+
+def attend(
+    query: Value, key: Value, value: Value, mask: Value | None, causal: bool, scale: float | None
+) -> tuple[Value, Value]:
+    """(output, log-sum-exp of the scores), in the widened dtype. A row that may see nothing gives 0, as torch's kernels do."""
+    raw = scores(query, key, mask, causal, scale)
+    top = keep(raw, [3], "maximum")
+    top = hlo.select(hlo.compare(top, hlo.full_like(top, -math.inf), "EQ"), hlo.full_like(top, 0), top)
+    powers = stablehlo.exponential(stablehlo.subtract(raw, top))
+    total = hlo.reduce(powers, [3], "add")
+    blank = hlo.compare(total, hlo.full_like(total, 0), "EQ")
+    total = hlo.select(blank, hlo.full_like(total, 1), total)
+    weights = hlo.convert(by_key_head(powers, key), hlo.dtype(value))
+    mixed = hlo.dot_general(weights, value, ((3,), (2,)), _HEADS, out=hlo.dtype(raw))
+    mixed = hlo.reshape(mixed, [*hlo.shape(query)[:3], hlo.shape(value)[3]])
+    output = stablehlo.divide(mixed, hlo.broadcast_in_dim(total, hlo.shape(mixed), [0, 1, 2]))
+    peak = hlo.reduce(raw, [3], "maximum")
+    peak = hlo.select(hlo.compare(peak, hlo.full_like(peak, -math.inf), "EQ"), hlo.full_like(peak, 0), peak)
+    return output, stablehlo.add(peak, stablehlo.log(total))
+
+
+def attend_backward(
+    grad: Value,
+    query: Value,
+    key: Value,
+    value: Value,
+    out: Value,
+    logsumexp: Value,
+    mask: Value | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Value, Value, Value, Value]:
+    """Gradients of query, key, value and the scores, in the widened dtype."""
+    kind = dtypes.opmath(hlo.dtype(query))
+    factor = 1 / math.sqrt(max(hlo.shape(query)[3], 1)) if scale is None else scale
+    raw = scores(query, key, mask, causal, scale)
+    sizes = hlo.shape(raw)
+    weights = stablehlo.exponential(
+        stablehlo.subtract(raw, hlo.broadcast_in_dim(hlo.convert(logsumexp, kind), sizes, [0, 1, 2]))
+    )
+    grouped = by_key_head(grad, key)
+    pull = hlo.reshape(hlo.dot_general(grouped, value, ((3,), (3,)), _HEADS, out=kind), sizes)
+    delta = hlo.reduce(stablehlo.multiply(hlo.convert(grad, kind), hlo.convert(out, kind)), [3], "add")
+    slope = stablehlo.multiply(weights, stablehlo.subtract(pull, hlo.broadcast_in_dim(delta, sizes, [0, 1, 2])))
+    narrow = hlo.dtype(query)
+    scaled = by_key_head(hlo.convert(stablehlo.multiply(slope, hlo.full_like(slope, factor)), narrow), key)
+    of_query = hlo.dot_general(scaled, key, ((3,), (2,)), _HEADS, out=kind)
+    of_key = hlo.dot_general(scaled, by_key_head(query, key), ((2,), (2,)), _HEADS, out=kind)
+    of_value = hlo.dot_general(hlo.convert(by_key_head(weights, key), narrow), grouped, ((2,), (2,)), _HEADS, out=kind)
+    return hlo.reshape(of_query, hlo.shape(query)), of_key, of_value, slope
+
+
+@lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def scaled_dot_product_flash_attention_for_cpu(
+    ctx: LoweringContext,
+    query: Value,
+    key: Value,
+    value: Value,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Value | None = None,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    _no_dropout(ctx, dropout_p)
+    return promised(ctx, *attend(query, key, value, attn_mask, is_causal, scale))
+
+
+def _no_dropout(ctx: LoweringContext, dropout_p: float) -> None:
+    if dropout_p:
+        ctx.refuse("a fused attention with dropout", "call torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around it")
+
+
+@lowers(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def scaled_dot_product_flash_attention_for_cpu_backward(
+    ctx: LoweringContext,
+    grad_out: Value,
+    query: Value,
+    key: Value,
+    value: Value,
+    out: Value,
+    logsumexp: Value,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Value | None = None,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    _no_dropout(ctx, dropout_p)
+    grads = attend_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
+    return promised(ctx, *grads[:3])
+
+
+@lowers(aten._scaled_dot_product_fused_attention_overrideable.default)
+def scaled_dot_product_fused_attention_overrideable(
+    ctx: LoweringContext,
+    query: Value,
+    key: Value,
+    value: Value,
+    attn_bias: Value | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _no_dropout(ctx, dropout_p)
+    output, total = promised_pair(ctx, *attend(query, key, value, attn_bias, is_causal, scale))
+    rest = [hlo.full(0, s.dtype, s.shape) if hasattr(s, "dtype") else s for s in ctx.outs[2:]]
+    return output, total, *rest
+
+
+def promised_pair(ctx: LoweringContext, output: Value, total: Value) -> tuple[Value, Value]:
+    """The first two results in their promised dtypes."""
+    return hlo.convert(output, ctx.outs[0].dtype), hlo.convert(total, ctx.outs[1].dtype)
+
+
+@lowers(aten._scaled_dot_product_fused_attention_overrideable_backward.default)
+def scaled_dot_product_fused_attention_overrideable_backward(
+    ctx: LoweringContext,
+    grad_out: Value,
+    query: Value,
+    key: Value,
+    value: Value,
+    attn_bias: Value,
+    grad_input_mask: Any,
+    out: Value,
+    logsumexp: Value,
+    cum_seq_q: Value,
+    cum_seq_k: Value,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Value,
+    philox_offset: Value,
+    *,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    _no_dropout(ctx, dropout_p)
+    mask = attn_bias if attn_bias is not None and hlo.numel(attn_bias) else None
+    *grads, slope = attend_backward(grad_out, query, key, value, out, logsumexp, mask, is_causal, scale)
+    bias = ctx.outs[3]
+    return (
+        *promised(ctx, *grads, None)[:3],
+        None if bias is None else hlo.convert(unbroadcast(slope, bias.shape), bias.dtype),
+    )
+
+
+def unbroadcast(x: Value, sizes: Any) -> Value:
+    """Sum ``x`` over the axes along which ``sizes`` was broadcast to it."""
+    offset = hlo.rank(x) - len(sizes)
+    spread = [i for i, n in enumerate(hlo.shape(x)) if i < offset or sizes[i - offset] != n]
+    return hlo.reshape(hlo.reduce(x, spread, "add"), sizes)
