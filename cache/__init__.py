@@ -16,7 +16,6 @@ and ``program`` (bytes). Plural labels are compared item by item: see ``explain`
 """
 
 from tpu_compile.cache.entry import Entry, Header
-from tpu_compile.cache.environment import cpu_features, file_fingerprint, keyed_flags, package_version
 from tpu_compile.cache.explain import explain_miss, nearest
 from tpu_compile.cache.housekeeping import CacheStats, Problem, Removed
 from tpu_compile.cache.key import CacheKey
@@ -31,11 +30,7 @@ __all__ = [
     "Header",
     "Problem",
     "Removed",
-    "cpu_features",
     "explain_miss",
-    "file_fingerprint",
-    "keyed_flags",
     "nearest",
     "open_store",
-    "package_version",
 ]

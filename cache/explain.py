@@ -1,7 +1,7 @@
 """Why two keys differ, and which stored entry is nearest to one that missed: in the user's terms, item by item.
 
 A part's label says how it reads. Plural labels are lists: items separated by ``;`` have positions (``arguments``),
-words have names (``XLA flags``: ``--a=1 --b``) or only a presence (``CPU features``). All others are single values.
+words have names (``xla_flags``: ``a=1 b=true``) or only a presence. All others are single values.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tpu_compile.cache.store import CacheStore, EntryInfo
 
 _MOST_LINES = 12
+_FLAGS = {"xla_flags": "XLA flag --", "libtpu_init_args": "libtpu flag --"}
+"""Labels whose words are command-line flags, as their users write them."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,10 @@ def explain_miss(store: CacheStore, key: CacheKey) -> str:
     found = None
     with contained("list the cache", store.folder.root):
         found = nearest(store.entries(), key.name, key.readable, key.digest)
-    title = f"Cache miss for {key.name} ({key.digest[:12]}): "
     if found is None:
-        return title + f"no entry to compare with in {store.folder.root}."
+        return f"there is no entry to compare with in {store.folder.root}."
     header = found.entry.header
-    return title + f"nearest is {header.name} ({header.digest[:12]}), which differs:\n" + bullets(found.differences)
+    return f"nearest is {header.name} ({header.digest[:12]}), which differs:\n" + bullets(found.differences)
 
 
 def nearest(infos: Iterable[EntryInfo], name: str, parts: Mapping[str, str], digest: str = "") -> Nearest | None:
@@ -71,31 +72,33 @@ def differences(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
     lines: list[str] = []
     for label in sorted({*new, *old}):
         if label not in old:
-            lines.append(f"{label} is new: {_readable(new[label])}")
+            lines.append(f"{label.replace('_', ' ')} is new: {_readable(new[label])}")
         elif label not in new:
-            lines.append(f"{label} is gone, was {_readable(old[label])}")
+            lines.append(f"{label.replace('_', ' ')} is gone, was {_readable(old[label])}")
         elif new[label] != old[label]:
             lines += _part(label, new[label], old[label])
     return lines
 
 
 def _part(label: str, new: str, old: str) -> list[str]:
+    title = label.replace("_", " ")
     if not label.endswith("s") or label.endswith("ss") or is_hash(new) or is_hash(old):
-        return [f"{label} {_readable(old)} → {_readable(new)}"]
-    singular = label[:-1]
+        return [f"{title} {_readable(old)} → {_readable(new)}"]
     if ";" in new + old or not _is_words(new + " " + old):
-        return _positions(singular, _split(new), _split(old))
-    return _names(singular, _words(new), _words(old))
+        return _positions(title[:-1], _split(new), _split(old))
+    return _names(_FLAGS.get(label, title[:-1].replace("xla", "XLA") + " "), _words(new), _words(old))
 
 
 def is_hash(value: str) -> bool:
-    """Whether a readable part stands for bytes (``sha256:<hex>:<size>``)."""
-    return value.startswith("sha256:") and value.count(":") == 2
+    """Whether a readable part stands for bytes (``sha256:<hex>:<size>``), or is a digest itself."""
+    return value.startswith("sha256:") or re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _readable(value: str) -> str:
     if not is_hash(value):
         return value or "(none)"
+    if ":" not in value:
+        return value[:12]
     _, digest, size = value.split(":")
     return f"{digest[:12]} ({int(size):,} bytes)"
 
@@ -106,19 +109,18 @@ def _is_words(text: str) -> bool:
 
 
 def _words(text: str) -> dict[str, str]:
-    return {name: value for name, _, value in (word.partition("=") for word in text.split())}
+    return {name.lstrip("-"): value for name, _, value in (word.partition("=") for word in text.split())}
 
 
 def _names(label: str, new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
-    lines = [f"{label} {_item(name, new)} added" for name in new if name not in old]
-    lines += [f"{label} {_item(name, old)} removed" for name in old if name not in new]
-    return lines + [
-        f"{label} {_item(name, new)} was {_item(name, old)}" for name in new if name in old and new[name] != old[name]
-    ]
+    lines = [f"{label}{_item(name, new)} added" for name in new if name not in old]
+    lines += [f"{label}{_item(name, old)} removed" for name in old if name not in new]
+    changed = [name for name in new if name in old and new[name] != old[name]]
+    return lines + [f"{label}{_item(name, new)} was {_item(name, old)}" for name in changed]
 
 
 def _item(name: str, values: Mapping[str, str]) -> str:
-    return f"{name}={values[name]}" if values[name] else name
+    return name if values[name] in ("", "true") else f"{name}={values[name]}"
 
 
 def _split(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from tpu_compile.cache import housekeeping
 from tpu_compile.cache.disk import Folder
 from tpu_compile.cache.entry import Entry, Header, Rejected, encode
-from tpu_compile.cache.environment import package_version
 from tpu_compile.cache.faults import contained, report
 from tpu_compile.cache.housekeeping import CacheStats, Problem, Removed
 from tpu_compile.cache.key import CacheKey
@@ -50,11 +50,13 @@ class EntryInfo:
 class CacheStore:
     """Entries in one directory. All methods are safe to call from several threads and processes at once."""
 
-    def __init__(self, directory: Path | None = None, max_size: int | None = None) -> None:
+    def __init__(
+        self, directory: Path | None = None, max_size: int | None = None, remote: Remote | None = None
+    ) -> None:
         """``directory`` defaults to the knob ``cache_dir``, ``max_size`` (bytes, 0: no cap) to ``cache_max_size``."""
         self.folder = Folder(directory or default_directory())
         self.max_size = config.cache_max_size if max_size is None else max_size
-        self.remote = _open_remote()
+        self.remote = remote
         self._size: int | None = None
         self._puts = 0
         self._lock = threading.Lock()
@@ -83,7 +85,7 @@ class CacheStore:
                 payload,
                 compile_seconds=compile_seconds,
                 created=time.time(),
-                versions={"tpu-compile": package_version("tpu-compile")},
+                versions={"tpu-compile": _version()},
                 metadata=metadata,
                 secret=self.secret,
             )
@@ -214,14 +216,6 @@ class CacheStore:
                 self._size = housekeeping.shrink(self.folder, int(self.max_size * _TRIM_TO), keep)
 
 
-def _open_remote() -> Remote | None:
-    if not config.cache_remote:
-        return None
-    from tpu_compile.cache.remote import Remote  # threads and queues that a local cache does not need
-
-    return Remote(config.cache_remote, write=config.cache_remote_write)
-
-
 def _hit(entry: Entry, counter: str) -> Entry:
     count(counter)
     count("saved_seconds", entry.compile_seconds)
@@ -244,5 +238,23 @@ def default_directory() -> Path:
 
 
 def open_store() -> CacheStore | None:
-    """The store that the knobs ask for; None when ``cache`` is off."""
-    return CacheStore() if config.cache else None
+    """The store that the knobs ask for, one object for one setting; None when ``cache`` is off."""
+    if not config.cache:
+        return None
+    return _open(default_directory(), config.cache_max_size, config.cache_remote, config.cache_remote_write)
+
+
+@functools.lru_cache(maxsize=8)
+def _open(directory: Path, max_size: int, remote: str, write: bool) -> CacheStore:
+    if not remote:
+        return CacheStore(directory, max_size)
+    from tpu_compile.cache.remote import Remote  # threads and queues that a local cache does not need
+
+    return CacheStore(directory, max_size, Remote(remote, write=write))
+
+
+@functools.cache
+def _version() -> str:
+    from importlib.metadata import version  # 17 ms
+
+    return version("tpu-compile")

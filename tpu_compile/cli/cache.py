@@ -250,7 +250,7 @@ def _on_terminal() -> bool:
 
 
 def _shorten(text: str, width: int) -> str:
-    if is_hash(text):
+    if is_hash(text) and ":" in text:
         return f"{text.split(':')[1][:12]}… ({_bytes(int(text.split(':')[2]))})"
     return text if len(text) <= width else text[: width - 1] + "…"
 

@@ -36,7 +36,7 @@ def key() -> CacheKey:
             "program": b"\x00stablehlo bytecode\xff" * 40,
             "arguments": "f32[8,128]; f32[128,64]; s64[8]",
             "platform": "cpu",
-            "XLA flags": "--xla_cpu_enable_fast_math=false",
+            "xla_flags": "xla_cpu_enable_fast_math=false",
             "jaxlib": "0.10.2",
         },
     )

@@ -7,7 +7,7 @@ import pytest
 from tpu_compile.cache import CacheKey, CacheStore, explain_miss, nearest
 from tpu_compile.cache.explain import bullets, differences
 
-ENVIRONMENT: dict[str, str | bytes] = {"platform": "tpu", "libtpu": "0.0.42", "XLA flags": "", "CPU features": "avx"}
+ENVIRONMENT: dict[str, str | bytes] = {"platform": "tpu", "libtpu": "0.0.42", "xla_flags": "", "host_cpu": "avx"}
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,15 @@ ENVIRONMENT: dict[str, str | bytes] = {"platform": "tpu", "libtpu": "0.0.42", "X
         ("arguments", "", "f32[2]", ["argument 0: f32[2] is new"]),
         ("libtpu", "0.0.42", "0.0.52", ["libtpu 0.0.42 → 0.0.52"]),
         ("topology", "", "v5e:2x2", ["topology (none) → v5e:2x2"]),
-        ("XLA flags", "", "--x", ["XLA flag --x added"]),
-        ("XLA flags", "--x=1 --y", "--x=2", ["XLA flag --y removed", "XLA flag --x=2 was --x=1"]),
-        ("XLA flags", "--x --y", "", ["XLA flag --x removed", "XLA flag --y removed"]),
-        ("compile options", "level=1 fast=no", "level=2 fast=no", ["compile option level=2 was level=1"]),
-        ("CPU features", "x86_64 avx avx2 sse4_1", "x86_64 avx sse4_1", ["CPU feature avx2 removed"]),
-        ("device class", "a b", "a c", ["device class a b → a c"]),
+        ("xla_flags", "", "x=true", ["XLA flag --x added"]),
+        ("xla_flags", "--x=1 --y", "--x=2", ["XLA flag --y removed", "XLA flag --x=2 was x=1"]),
+        ("xla_flags", "x=true y=false", "x=false", ["XLA flag --y=false removed", "XLA flag --x=false was x"]),
+        ("libtpu_init_args", "", "x=7", ["libtpu flag --x=7 added"]),
+        ("xla_options", "level=1 fast=no", "level=2 fast=no", ["XLA option level=2 was level=1"]),
+        ("cpu_features", "x86_64 avx avx2 sse4_1", "x86_64 avx sse4_1", ["cpu feature avx2 removed"]),
+        ("host_cpu", "EPYC #1", "Xeon #2", ["host cpu EPYC #1 → Xeon #2"]),
+        ("device_class", "a b", "a c", ["device class a b → a c"]),
+        ("program", "ab" * 32, "cd" * 32, ["program abababababab → cdcdcdcdcdcd"]),
     ],
 )
 def test_differences_of_one_part(label: str, old: str, new: str, lines: list[str]) -> None:
@@ -75,10 +78,10 @@ def test_among_equals_the_same_name_then_the_fewest_items_then_the_latest(store:
 
 def test_the_message_of_a_miss(store: CacheStore) -> None:
     missed = key("matmul", arguments="bf16[8]", libtpu="0.0.52")
-    assert "no entry to compare with in " in explain_miss(store, missed)
+    assert "no entry to compare with" in explain_miss(store, missed)
     near = put(store, "matmul")
     assert explain_miss(store, missed) == (
-        f"Cache miss for matmul ({missed.digest[:12]}): nearest is matmul ({near.digest[:12]}), which differs:\n"
+        f"nearest is matmul ({near.digest[:12]}), which differs:\n"
         "  - argument 0: bf16[8] was f32[8]\n"
         "  - libtpu 0.0.42 → 0.0.52"
     )

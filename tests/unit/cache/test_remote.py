@@ -34,8 +34,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def open_store(folder: Path, url: str, *, write: bool = False) -> CacheStore:
-    with override(cache_remote=url, cache_remote_write=write):
-        return CacheStore(folder, max_size=0)
+    return CacheStore(folder, 0, Remote(url, write=write))
 
 
 def put(store: CacheStore, key: CacheKey) -> None:
@@ -68,10 +67,6 @@ def test_a_reader_never_writes(tmp_path: Path, url: str, key: CacheKey) -> None:
     put(user, other)
     assert list(remote_files(url)) == [key.digest]
     assert (stats()["remote_misses"], stats()["disk_misses"]) == (1, 1)
-
-
-def test_without_a_url_there_is_no_remote(store: CacheStore) -> None:
-    assert store.remote is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "of another key"])

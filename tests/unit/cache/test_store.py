@@ -96,8 +96,12 @@ def test_fast_compiles_and_giant_entries_are_not_stored(cache_dir: Path, key: Ca
 def test_knobs_open_the_store(cache_dir: Path) -> None:
     found = open_store()
     assert found is not None and found.folder.root == cache_dir and found.max_size == 20 * 2**30
+    assert found.remote is None and open_store() is found, "one object keeps count of sizes and remote failures"
     with override(cache=False):
         assert open_store() is None
+    with override(cache_remote="memory://x", cache_remote_write=True, cache_max_size=7):
+        other = open_store()
+    assert other is not None and other.remote is not None and other.remote.write and other.max_size == 7
 
 
 def _truncate(path: Path) -> None:
