@@ -1,4 +1,4 @@
-"""torch.compile(backend="tpu") gives what eager gives: structures, views, strides, aliases, in-place writes, modes, threads."""
+"""torch.compile(backend="tpu") gives what eager gives: structures, views, strides, aliases, in-place writes, modes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def test_backend_is_found_without_an_import_of_ours(run_python, name):
 def test_other_backends_and_global_settings_are_left_alone(agrees):
     before = torch.get_default_dtype(), torch.get_num_threads(), torch.compile, torch.get_float32_matmul_precision()
     agrees(lambda x: x @ x, torch.randn(3, 3))
-    assert before == (torch.get_default_dtype(), torch.get_num_threads(), torch.compile, torch.get_float32_matmul_precision())
+    assert before == (
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.compile,
+        torch.get_float32_matmul_precision(),
+    )
     torch.testing.assert_close(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
 
 
@@ -166,7 +171,9 @@ def test_arguments_that_alias(agrees):
 
 
 def test_batch_norm_in_training_mode(agrees):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, affine=False, momentum=0.3))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, affine=False, momentum=0.3)
+    )
     agrees(model.train(), torch.randn(3, 3, 7, 7), grad=True, calls=3)
 
 

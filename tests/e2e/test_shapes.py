@@ -35,7 +35,9 @@ def test_twenty_lengths_are_two_traces_and_twenty_programs():
         for ids in lengths:
             compiled(ids)
     second = tpu_compile.stats()
-    assert second["xla_compiles"] == 20 and second["lowerings"] == 20 and second["executions"] == 40
+    assert second["xla_compiles"] == 20 and second["executions"] == 40
+    # The first length met a graph of fixed sizes; the dynamic graph lowers it anew, to the very same program.
+    assert second["lowerings"] == 21 and second["memory_hits"] == 1
 
 
 def test_dynamic_true_needs_one_trace(agrees):

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"cache": ROOT / "cache", "runtime": ROOT / "runtime", "lowering": ROOT / "lowering", "": ROOT / "tpu_compile"}
+FOLDERS = {
+    "cache": ROOT / "cache",
+    "runtime": ROOT / "runtime",
+    "lowering": ROOT / "lowering",
+    "": ROOT / "tpu_compile",
+}
 FOUNDATION = {"errors", "config", "stats"}
 SOURCES = [(layer, path) for layer, folder in FOLDERS.items() for path in sorted(folder.rglob("*.py"))]
 
@@ -30,7 +35,9 @@ def ours(names: set[str]) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("tpu_compile.")}
 
 
-@pytest.mark.parametrize(("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    ("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT))
+)
 def test_imports_go_downwards(layer, path):
     used = ours(imported(path))
     if layer:
@@ -39,7 +46,9 @@ def test_imports_go_downwards(layer, path):
         assert used <= FOUNDATION
 
 
-@pytest.mark.parametrize(("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    ("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT))
+)
 def test_private_interfaces_have_one_home(layer, path):
     names = imported(path)
     mlir = {n for n in names if n.startswith("jaxlib.mlir")}
@@ -50,7 +59,9 @@ def test_private_interfaces_have_one_home(layer, path):
         assert not {n.split(".")[0] for n in names} & {"torch", "jax", "jaxlib", "numpy"}
 
 
-@pytest.mark.parametrize(("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    ("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT))
+)
 def test_the_environment_is_read_in_config_alone(layer, path):
     if path == ROOT / "tpu_compile" / "config.py":
         return

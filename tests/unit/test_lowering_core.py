@@ -65,7 +65,12 @@ def test_source_line_is_the_innermost_line_that_is_not_torch_s():
     )
     line = source_line(trace)
     assert line is not None
-    assert (line.file, line.line, line.function, line.code) == ("/home/me/model.py", 12, "forward", "return self.net(x)")
+    assert (line.file, line.line, line.function, line.code) == (
+        "/home/me/model.py",
+        12,
+        "forward",
+        "return self.net(x)",
+    )
     assert source_line("") is None
 
 
