@@ -14,7 +14,9 @@ from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
 
-ALSO_DECOMPOSED: tuple[Any, ...] = ()
+ALSO_DECOMPOSED: tuple[Any, ...] = (
+    aten.rrelu_with_noise_backward,  # to a product, or leaky_relu_backward
+)
 """Packets beyond torch's core list, for which torch has a decomposition."""
 
 

@@ -10,6 +10,7 @@ recomputed dropout sees its own mask. An op that was given a ``generator=`` stay
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -67,10 +68,9 @@ def _keyed(op: Any) -> Any:
     schema = op._schema
     base = schema.name.split("::")[1]
     name = f"{base}_{schema.overload_name}" if schema.overload_name else base
-    text = str(schema)
-    signature = text[text.index("(") + 1 :].replace("Generator? generator=None", "").replace(", *, )", ")").replace(", )", ")")
-    signature = signature.replace("*, , ", "*, ")
-    _library.define(f"{name}(Tensor key, {signature}" if not signature.startswith(")") else f"{name}(Tensor key{signature}")
+    signature = str(schema).split("(", 1)[1].replace("Generator? generator=None", "").replace("*, , ", "*, ")
+    signature = re.sub(r"(, \*)?, \)", ")", signature)
+    _library.define(f"{name}(Tensor key, {signature}")
     return getattr(torch.ops.tpu_compile, name).default
 
 
