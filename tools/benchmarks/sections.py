@@ -35,7 +35,10 @@ def calls(settings: Settings) -> list[Row]:
     """Microseconds a call of the MLP takes, where nearly nothing is computed."""
     by_name = contenders.contenders("mlp", {**settings.backends, 'backend="eager"': "eager"})
     by_name["null AOT"] = contenders.on_torch(*torch_models.build("mlp"), contenders.null_aot)  # has no right result
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second thread has nothing to do at this size, and waking it is not what is measured
     times = in_turn(by_name, settings.rounds * 2, settings.seconds / 2)
+    torch.set_num_threads(threads)
     torch._dynamo.reset()
     return [Row("call overhead", "mlp", system, 1e6 * value, "µs") for system, value in times.items()]
 
