@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -171,6 +171,7 @@ class Lowering:
     name: str
     graph: GraphModule
     compiled: Compiled
+    bindings: Mapping[Any, int]
 
 
 @dataclass
@@ -195,11 +196,13 @@ def record() -> Iterator[Recorder]:
         _recorder.reset(token)
 
 
-def lower_graph(graph_module: GraphModule, name: str, bindings: dict[Any, int] | None = None) -> Program:
-    """Lower one graph for the platform in force, and count it."""
+def lower_graph(
+    graph_module: GraphModule, name: str, bindings: dict[Any, int] | None = None, family: str = ""
+) -> Program:
+    """Lower one graph, for the platform in force unless ``family`` names another, and count it."""
     start = time.perf_counter()
     donate = any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
-    program = fx.lower(graph_module, name, family=runtime.client.family, bindings=bindings, donate=donate)
+    program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
     count("lowering_seconds", time.perf_counter() - start)
     count("lowerings")
     count("nodes", len(graph_module.graph.nodes))
@@ -256,7 +259,7 @@ class CompiledGraph:
             dump.write(config.dump_to, self.graph_module, compiled)
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.lowerings.append(Lowering(self.name, self.graph_module, compiled))
+            recorder.lowerings.append(Lowering(self.name, self.graph_module, compiled, bindings or {}))
         return CallPlan(program, compiled.executable, compiled.client, self._kept)
 
 
