@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.ops.elementwise import floor_quotient
+from tpu_compile.lowering.ops.division import floor_quotient
 from tpu_compile.lowering.ops.indexing import Combine, scatter_at
 from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
@@ -112,5 +112,5 @@ def _bool_combiner(combine: str, kind: torch.dtype) -> str:
 def _average(total: Value, hits: Value) -> Value:
     count = hlo.convert(stablehlo.maximum(hits, hlo.full_like(hits, 1)), hlo.dtype(total))
     if dtypes.is_integer(hlo.dtype(total)):
-        return floor_quotient(total, count)
+        return floor_quotient(total, count, hlo.dtype(total))
     return stablehlo.divide(total, count)
