@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+from tpu_compile.errors import DeviceError
 from tpu_compile.runtime import status
 
 Buffer: TypeAlias = Any
@@ -44,6 +45,15 @@ def cost_analysis(raw: Any) -> dict[str, float]:
     return {name: float(value) for name, value in known if value >= 0}
 
 
+def raise_forked(*_: object) -> NoReturn:
+    """Say why nothing compiles or runs in a forked child."""
+    raise DeviceError(
+        "FAILED_PRECONDITION: this process was forked after its parent had opened the device, whose threads stayed "
+        "behind. Start processes with the method 'spawn', or fork before the first compiled call.",
+        "FAILED_PRECONDITION",
+    )
+
+
 class Executable:
     """A program loaded on one device. ``execute`` is the hot path: everything it touches is bound here once.
 
@@ -51,10 +61,13 @@ class Executable:
         name: what errors call it.
         loaded: jaxlib's LoadedExecutable.
         result_handler: makes a Buffer of one result; see ``client.py`` for why it is not jaxlib's default way.
+        blob: the bytes it was loaded from. The CPU client drops a program's code once loaded: serialized again, it
+            gives bytes that load and then fail to run.
     """
 
-    def __init__(self, name: str, loaded: Any, result_handler: Any) -> None:
+    def __init__(self, name: str, loaded: Any, result_handler: Any, blob: bytes | None = None) -> None:
         self.name = name
+        self._blob = blob
         self._loaded = loaded
         self._run: Callable[[list[Buffer]], Any] = loaded.execute_sharded
         self._handlers = [result_handler] * len(loaded.get_output_memory_kinds()[0])
@@ -71,8 +84,14 @@ class Executable:
         except (RuntimeError, TypeError) as error:
             raise status.call_error(error, self.name) from error
 
+    def lose(self) -> None:
+        """Raise at the next call: this is a forked child, and the threads that would run the program are not here."""
+        self._run = raise_forked
+
     def serialize(self) -> bytes:
         """The compiled program as bytes, for ``Client.load`` on the same kind of device."""
+        if self._blob is not None:
+            return self._blob
         try:
             return bytes(self._loaded.serialize())
         except RuntimeError as error:

@@ -14,7 +14,7 @@ _STATUS = re.compile(
 _LOCATIONS = (
     re.compile(r'source_file="(?P<file>[^"]+)" source_line=(?P<line>\d+)'),
     re.compile(r'loc\("(?P<file>[^"]+)":(?P<line>\d+)'),
-    re.compile(r"(?m)^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):\d+: error:"),
+    re.compile(r"(?m)(?:^|: )(?P<file>[^\s:][^:\n]*):(?P<line>\d+):\d+: error:"),
     re.compile(r"Suspected Python Code Location:\s*(?P<file>\S[^:\n]*):(?P<line>\d+)"),
 )
 _SIZE = r"(\d+(?:\.\d+)?)([KMGT]?)"
