@@ -59,12 +59,12 @@ class OpRegistry:
         return self._rules.get(op)
 
     def load(self) -> None:
-        """Import every family, once."""
-        self._loaded = True
+        """Import every family. A family that fails to import fails every look-up, not only the first."""
         from tpu_compile.lowering import ops
 
         for module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
             importlib.import_module(module.name)
+        self._loaded = True
 
     def __iter__(self) -> Iterator[Any]:
         if not self._loaded:
@@ -120,7 +120,9 @@ def lowers(*ops: Any, tier: str = "native") -> Callable[[RuleFunction], RuleFunc
     return decorate
 
 
-def elementwise(*ops: Any, compute: str = "result", opmath: bool = True) -> Callable[[RuleFunction], RuleFunction]:
+def elementwise(
+    *ops: Any, compute: str = "result", opmath: bool = True, wide: tuple[str, ...] = ()
+) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule whose tensor operands (and Python scalars in their place) arrive broadcast to the result's
     shape, in one dtype.
 
@@ -128,18 +130,22 @@ def elementwise(*ops: Any, compute: str = "result", opmath: bool = True) -> Call
     (comparisons, is_nan, …).
     ``opmath``: 16-bit floats are computed in float32 and rounded once, as torch does; switch it off where the body is
     a single
-    correctly rounded operation. The result is converted to the dtype that FakeTensor promises.
+    correctly rounded operation. ``wide`` names the operands whose Python scalars and 0-dim tensors keep float32 precision beside
+    16-bit floats (torch's ``mul`` and ``div``); elsewhere they are rounded to 16 bits first, as torch does.
+    The result is converted to the dtype that FakeTensor promises.
     """
 
     def decorate(function: RuleFunction) -> RuleFunction:
         for op in ops:
-            registry.register(op, _elementwise_rule(op, function, compute, opmath))
+            registry.register(op, _elementwise_rule(op, function, compute, opmath, wide))
         return function
 
     return decorate
 
 
-def _elementwise_rule(op: OpOverload, function: RuleFunction, compute: str, opmath: bool) -> RuleFunction:
+def _elementwise_rule(
+    op: OpOverload, function: RuleFunction, compute: str, opmath: bool, wide: tuple[str, ...]
+) -> RuleFunction:
     operand_names = [_python_name(a.name) for a in op._schema.arguments if _is_operand(a)]
     places = {_python_name(a.name): i for i, a in enumerate(op._schema.arguments)}
     operands = [(name, places[name]) for name in operand_names]
@@ -148,14 +154,13 @@ def _elementwise_rule(op: OpOverload, function: RuleFunction, compute: str, opma
     def rule(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         out = ctx.out
         given = [args[i] if i < len(args) else kwargs.get(name) for name, i in operands]
-        kind = out.dtype if compute == "result" else _promoted(given)
-        if opmath:
-            kind = dtypes.opmath(kind)
+        common = out.dtype if compute == "result" else _promoted(given)
+        kind = dtypes.opmath(common) if opmath else common
         new_args, new_kwargs = list(args), dict(kwargs)
         for (name, i), value in zip(operands, given, strict=True):
             if value is None:
                 continue
-            ready = operand(value, kind, out.shape)
+            ready = operand(value, kind, out.shape, kind if name in wide else common)
             if i < len(args):
                 new_args[i] = ready
             else:
@@ -165,10 +170,13 @@ def _elementwise_rule(op: OpOverload, function: RuleFunction, compute: str, opma
     return rule
 
 
-def operand(value: Any, kind: torch.dtype, shape: Any) -> hlo.Value:
-    """A tensor or Python scalar as a value of dtype ``kind`` and the given shape."""
+def operand(value: Any, kind: torch.dtype, shape: Any, through: torch.dtype | None = None) -> hlo.Value:
+    """A tensor or Python scalar as a value of dtype ``kind`` and the given shape, rounded to ``through`` on the way."""
     if isinstance(value, hlo.Value):
-        return hlo.broadcast(hlo.convert(value, kind), shape)
+        rounded = value if through is None else hlo.convert(value, through)
+        return hlo.broadcast(hlo.convert(rounded, kind), shape)
+    if through is not None and through != kind:
+        value = torch.tensor(value, dtype=through).item()
     return hlo.full(value, kind, shape)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo import external_utils
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -31,14 +30,15 @@ def one_graph() -> bool:
 
 
 def frame_name() -> str:
-    """The name of the function that Dynamo is compiling, as an identifier."""
+    """What Dynamo is compiling, as an identifier: the module's class, or the function's name."""
     try:
-        code = InstructionTranslator.current_tx().f_code
+        translator = InstructionTranslator.current_tx()
     except AttributeError:
         return "graph"
-    if code.co_filename == external_utils.__file__:  # torch's own wrapper around a module
-        return "module"
-    name = code.co_qualname.replace("<locals>.", "")
+    module = next((v for v in translator.f_locals.values() if isinstance(v, torch.nn.Module)), None)
+    if module is not None:
+        return type(module).__name__
+    name = translator.f_code.co_qualname.replace("<locals>.", "")
     return "_".join(re.findall(r"\w+", name)[-2:]) or "graph"
 
 
