@@ -122,7 +122,7 @@ def _load_or_compile(program: Program, options: CompileOptions, client: Any) -> 
 
 
 def _store(store: CacheStore, key: CacheKey, executable: Any, seconds: float, program: Program) -> None:
-    with timed("cache"):
+    with timed("cache", program.name):
         try:
             payload = executable.serialize()
         except DeviceError as error:
@@ -144,7 +144,7 @@ def _load(
     program: Program, options: CompileOptions, client: Any, store: CacheStore, key: CacheKey, payload: bytes
 ) -> Any:
     """The stored executable, or None if this machine's runtime refuses it."""
-    with timed("load"):
+    with timed("load", program.name):
         try:
             return client.load(payload, program.name, options)
         except DeviceError as error:
@@ -155,7 +155,7 @@ def _load(
 
 
 def _compile(program: Program, options: CompileOptions, client: Any) -> Any:
-    with timed("xla"):
+    with timed("xla", program.name):
         executable = client.compile(program.bytecode, program.name, options)
     count("xla_compiles")
     return executable
@@ -200,10 +200,9 @@ def lower_graph(
     graph_module: GraphModule, name: str, bindings: dict[Any, int] | None = None, family: str = ""
 ) -> Program:
     """Lower one graph, for the platform in force unless ``family`` names another, and count it."""
-    start = time.perf_counter()
-    donate = any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
-    program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
-    count("lowering_seconds", time.perf_counter() - start)
+    with timed("lowering", name):
+        donate = any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
+        program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
     count("lowerings")
     count("nodes", len(graph_module.graph.nodes))
     for tier, ops in program.ops_per_tier:

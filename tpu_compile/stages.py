@@ -162,7 +162,7 @@ def compile_for(lowered: Lowered, target: str, options: CompileOptions) -> compi
 
     chips = topology(target)
     program = (lowered if lowered.family == chips.family else lowered.traced.lower(chips.family)).program
-    with timed("xla"):
+    with timed("xla", program.name):
         executable = chips.compile(program.bytecode, program.name, options)
     key = compiler.cache_key(program, options, chips)
     return compiler.Compiled(program, executable, key, chips, "xla")

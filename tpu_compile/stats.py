@@ -43,13 +43,18 @@ def count(name: str, by: float = 1) -> None:
 
 
 @contextlib.contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Add the block's wall seconds to ``<name>_seconds``."""
+def timed(name: str, program: str = "") -> Iterator[None]:
+    """Add the block's wall seconds to ``<name>_seconds``; with a ``program``, tell the listeners too."""
     start = time.perf_counter()
+    if program:
+        event("stage/begin", stage=name, program=program)
     try:
         yield
     finally:
-        count(f"{name}_seconds", time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        count(f"{name}_seconds", seconds)
+        if program:
+            event("stage/end", stage=name, program=program, seconds=seconds)
 
 
 def stats() -> dict[str, float]:
@@ -71,7 +76,8 @@ def on_event(listener: Listener) -> Callable[[], None]:
     """Call ``listener(name, details)`` at every event, in the thread where it happens; the result ends that.
 
     ``compilation_cache/cache_hits``, ``…/cache_misses``, ``…/cache_puts`` with ``key`` and ``program``; hits also with
-    ``compile_time_saved_sec``; ``…/cache_faults`` with ``kind`` and ``message``.
+    ``compile_time_saved_sec``; ``…/cache_faults`` with ``kind`` and ``message``. ``stage/begin`` and ``stage/end`` with
+    ``stage`` ("lowering", "xla", "load", "cache") and ``program``; the end also with ``seconds``.
     """
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
