@@ -72,20 +72,6 @@ def scalar(value: Any, element: torch.dtype) -> Value:
 def dense(array: np.ndarray, element: torch.dtype) -> Value:
     """A constant holding ``array``, which has ``element``'s numpy dtype."""
     mlir_type = dtypes.element_type(element)
-    if element == torch.bool:
-        bits = (
-            np.packbits(np.asarray(array, np.bool_), axis=None, bitorder="little")
-            if array.size > 1
-            else np.asarray(array)
-        )
-        splat = array.size > 0 and bool(np.all(array == array.flat[0]))
-        if splat:
-            attr = ir.DenseElementsAttr.get_splat(
-                ir.RankedTensorType.get(array.shape, mlir_type), ir.BoolAttr.get(bool(array.flat[0]))
-            )
-        else:
-            attr = ir.DenseElementsAttr.get(bits, type=mlir_type, shape=array.shape)
-        return stablehlo.constant(attr)
     carrier = np.ascontiguousarray(array)
     if carrier.dtype.kind == "V" or carrier.dtype.name in ("bfloat16", *_FLOAT8):
         carrier = carrier.view(np.uint16 if carrier.itemsize == 2 else np.uint8)
