@@ -194,7 +194,7 @@ class Folder:
     def _opened(self, digest: str) -> Iterator[tuple[int, int]]:
         """File descriptor and size of an entry of ours, held against eviction while it is read."""
         path = self.path(digest)
-        self._check_folder(self.entries)
+        folder = self._check_folder(self.entries)
         file = _open_entry(path)
         try:
             info = os.fstat(file)
@@ -202,6 +202,8 @@ class Folder:
                 raise Rejected("damaged", "it is not a regular file")
             if not _trusted(info):
                 raise Rejected("foreign", f"it belongs to user {info.st_uid}, not to you")
+            if info.st_mode & 0o022 and folder.st_mode & 0o011:
+                raise Rejected("foreign", f"others may write to it; `chmod -R go-rwx {self.entries}` or move the cache")
             _lock(file, exclusive=False)
             yield file, info.st_size
         except Rejected as fault:

@@ -9,6 +9,8 @@
     56      32     HMAC-SHA256 of the same with the user's key, or zeros
     88      ...    header: UTF-8 JSON, holding the SHA-256 and the length of what follows
     ...     ...    payload as stored (zlib, or as it is where that does not pay)
+
+Numbers are little-endian.
 """
 
 from __future__ import annotations

@@ -98,14 +98,15 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
         other = {"nearest": _record(near.entry), "differences": list(near.differences)} if near else {"nearest": None}
         click.echo(json.dumps({**_record(info), **other}, indent=1))
         return
-    click.echo(f"{info.header.name} {info.header.digest}")
+    click.echo(f"{_printable(info.header.name)} {info.header.digest}")
     _table(("part", "value"), [(label, _shorten(value, 160)) for label, value in info.header.parts.items()])
     if near is None:
         click.echo("There is no other entry to compare with.")
         return
     other_header = near.entry.header
-    click.echo(f"Nearest: {other_header.name} ({other_header.digest[:12]}), {_ago(other_header.created)}. It differs:")
-    click.echo(bullets(near.differences))
+    name = _printable(other_header.name)
+    click.echo(f"Nearest: {name} ({other_header.digest[:12]}), {_ago(other_header.created)}. It differs:")
+    click.echo(bullets(map(_printable, near.differences)))
 
 
 @cache.command()
@@ -205,7 +206,9 @@ def _select(infos: Sequence[EntryInfo], key: str) -> EntryInfo:
     if len(found) == 1:
         return found[0]
     if found:
-        listed = bullets(f"{info.header.digest[:16]} {info.header.name}, {_ago(info.header.created)}" for info in found)
+        listed = bullets(
+            f"{info.header.digest[:16]} {_printable(info.header.name)}, {_ago(info.header.created)}" for info in found
+        )
         raise click.ClickException(f"{key!r} fits {len(found)} entries; give one of these keys:\n{listed}")
     raise click.ClickException(f"No key begins with {key!r}, no program has that name: see `tpu-compile cache ls`.")
 
@@ -231,6 +234,7 @@ def _row(info: EntryInfo) -> tuple[str, ...]:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A drawn table on a terminal, tab-separated lines without a heading elsewhere."""
+    rows = [[_printable(cell) for cell in row] for row in rows]
     if not _on_terminal():
         for row in rows:
             click.echo("\t".join(row))
@@ -247,6 +251,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def _on_terminal() -> bool:
     return sys.stdout.isatty()
+
+
+def _printable(text: str) -> str:
+    """Text from an entry, which may come from elsewhere, without what would steer a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _shorten(text: str, width: int) -> str:

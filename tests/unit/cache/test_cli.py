@@ -65,6 +65,16 @@ def test_ls_on_a_terminal(run: Run, filled: CacheStore, monkeypatch: pytest.Monk
     assert "last used" in output and "f32[8,128]; f32[128]" in output
 
 
+def test_an_entry_cannot_steer_the_terminal(run: Run, store: CacheStore) -> None:
+    for number in range(2):
+        parts = {"arguments": f"\x1b[2J{number}\nx", "platform": "\x07"}
+        assert store.put(CacheKey.of("\x1b]0;title\x07", parts), b"", compile_seconds=0, metadata={})
+    digest = next(store.entries()).header.digest
+    for command in (("ls",), ("explain", digest), ("explain", "\x1b]0;title\x07")):
+        result = CliRunner().invoke(cache, command)
+        assert result.output and not set("\x1b\x07") & set(result.output)
+
+
 def test_an_empty_cache(run: Run, cache_dir: Path) -> None:
     assert run("ls").output.startswith("0 entries, 0 B in ")
     assert json.loads(run("ls", "--json").output) == []

@@ -154,9 +154,7 @@ def test_without_working_locks_everybody_compiles(
     assert store.get(key) is not None
 
 
-@pytest.mark.parametrize(
-    "kills", [10, pytest.param(200, marks=pytest.mark.full)], ids=["small", "full"]
-)
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.full)], ids=["small", "full"])
 def test_death_at_random_moments(kills: int, cache_dir: Path) -> None:
     """kill -9 among two writers that read, write, evict and remove; what they leave is checked by another process."""
     rng = random.Random(kills)

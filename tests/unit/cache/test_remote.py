@@ -212,9 +212,7 @@ def test_a_url_that_makes_no_sense_is_a_warning(tmp_path: Path, key: CacheKey, b
     assert store.get(key) is not None
 
 
-def test_without_fsspec_it_says_what_to_install(
-    tmp_path: Path, key: CacheKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_fsspec_it_says_what_to_install(tmp_path: Path, key: CacheKey, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     store = open_store(tmp_path / "user", "memory://x")
     with pytest.warns(CacheWarning, match="pip install fsspec"):

@@ -198,6 +198,16 @@ def test_an_entry_of_somebody_else_is_refused(
         assert store.get(key) is None
 
 
+def test_an_entry_that_others_may_write_to_is_refused(store: CacheStore, key: CacheKey) -> None:
+    put(store, key)
+    store.folder.path(key.digest).chmod(0o666)
+    assert store.get(key) is not None, "nobody else gets into the directory"
+    store.folder.entries.chmod(0o755)
+    with pytest.warns(CacheWarning, match="others may write to it"):
+        assert store.get(key) is None
+    assert put(store, key) and store.get(key) is not None
+
+
 def test_a_directory_of_somebody_else_is_refused_and_left_alone(
     store: CacheStore, key: CacheKey, give_away: Callable[[Path], None]
 ) -> None:
