@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from jaxlib.mlir import ir
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_compile.errors import UnsupportedDtype
 
@@ -95,11 +96,12 @@ def from_element_type(element: ir.Type) -> torch.dtype:
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A host copy of ``t`` as a C-contiguous numpy array of the same bits."""
-    t = t.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if t.dtype in (torch.bfloat16, *(d for d in NUMPY if d.is_floating_point and d.itemsize == 1)):
-        carrier = {1: torch.uint8, 2: torch.int16}[t.dtype.itemsize]
-        return t.view(carrier).numpy().view(NUMPY[t.dtype]).copy()
-    return t.numpy().copy()
+    with _disable_current_modes():  # AOTAutograd compiles under a FakeTensorMode, which refuses real tensors
+        t = t.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if t.dtype in (torch.bfloat16, *(d for d in NUMPY if d.is_floating_point and d.itemsize == 1)):
+            carrier = {1: torch.uint8, 2: torch.int16}[t.dtype.itemsize]
+            return t.view(carrier).numpy().view(NUMPY[t.dtype]).copy()
+        return t.numpy().copy()
 
 
 def is_integer(dtype: torch.dtype) -> bool:
