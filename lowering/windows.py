@@ -28,8 +28,8 @@ def convolution(
 ) -> Value:
     """stablehlo.convolution; negative padding crops, ``out`` widens the result.
 
-    ``dims``: (batch, feature) axes of ``x``, (input feature, output feature) of ``kernel``, (batch, feature) of the result. The other
-    axes are spatial, in order.
+    ``dims``: (batch, feature) axes of ``x``, (input feature, output feature) of ``kernel``, (batch, feature) of the
+    result. The other axes are spatial, in order.
     """
     n = rank(x)
     spatial = [[i for i in range(n) if i not in pair] for pair in dims]

@@ -1,4 +1,7 @@
-"""Scaled dot-product attention and its gradient, kept whole. Scores are float32 (float64 for float64 data); heads that share keys are never copied."""
+"""Scaled dot-product attention and its gradient, kept whole.
+
+Scores of 16-bit data are float32. Query heads that share a key head are folded into its rows: keys are never copied.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _HEADS = ((0, 1), (0, 1))
 
 
 def scores(query: Value, key: Value, mask: Value | None, causal: bool, scale: float | None) -> Value:
-    """``scale * query @ key.T + mask``: [B, H, L, S], widened to the dtype that attention computes in; -inf where masked."""
+    """``scale * query @ key.T + mask``: [B, H, L, S] in the widened dtype; -inf where masked."""
     kind = dtypes.opmath(hlo.dtype(query))
     b, h, length, width = hlo.shape(query)
     s = hlo.shape(key)[2]

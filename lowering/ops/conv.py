@@ -1,4 +1,4 @@
-"""Convolutions and their gradients, each one stablehlo.convolution in torch's own order of axes: batch, channel, spatial."""
+"""Convolutions and their gradients, each one stablehlo.convolution in torch's order of axes: batch, channel, spatial."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _empty(*operands: Value) -> bool:
 
 
 def correlate(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype) -> Value:
-    """x[N, C, ...] * weight[O, C/groups, ...] -> [N, O, *sizes]. What ``sizes`` needs beyond ``x`` is 0, what it leaves is cropped."""
+    """x[N, C, ...] * weight[O, C/groups, ...] -> [N, O, *sizes]; ``x`` is padded with 0 or cropped to fit ``sizes``."""
     padding = []
     for n, k, size, s, p, d in zip(_spatial(x), _spatial(weight), sizes, g.stride, g.padding, g.dilation, strict=True):
         padding.append((p, (size - 1) * s + (k - 1) * d + 1 - n - p))
@@ -86,7 +86,7 @@ def spread(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype) 
 
 
 def filter_gradient(x: Value, grad: Value, g: Geometry, kernel: Ints, out: torch.dtype) -> Value:
-    """The adjoint of ``correlate`` in its filter: x[N, C, ...] * grad[N, O, ...] -> [O, C/groups, *kernel]. N is summed as a feature."""
+    """The adjoint of ``correlate`` in its filter: x[N, C, ...] * grad[N, O, ...] -> [O, C/groups, *kernel]."""
     padding = []
     for n, m, k, s, p, d in zip(_spatial(x), _spatial(grad), kernel, g.stride, g.padding, g.dilation, strict=True):
         padding.append((p, (k - 1) * d + (m - 1) * s + 1 - n - p))

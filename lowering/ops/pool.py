@@ -1,7 +1,7 @@
 """Pooling over windows and its gradients: max with positions, average, and their 1-, 2- and 3-dimensional forms.
 
-Max pooling works one axis after another: the first maximum of a box is the first row's first maximum, so (value, position)
-pairs compose. Small windows are unrolled into strided slices, which XLA fuses into one loop.
+Max pooling works one axis after another: the first maximum of a box is the first row's first maximum, so pairs of value
+and position compose. Small windows are unrolled into strided slices, which XLA fuses into one loop.
 """
 
 from __future__ import annotations
