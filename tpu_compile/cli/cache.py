@@ -1,6 +1,6 @@
 """``tpu-compile cache``: list, explain, verify, prune, clear, export and import what the cache holds.
 
-Exit status: 0 done; 1 a fault (``verify``: something is wrong; ``import``: something was refused); 2 a wrong command.
+Exit status 1 also when ``verify`` finds something wrong, or ``export`` or ``import`` refuses something.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ import click
 from tpu_compile.cache import CacheStore, EntryInfo, nearest
 from tpu_compile.cache.archive import Transfer, export_archive, import_archive
 from tpu_compile.cache.explain import bullets, is_hash
+from tpu_compile.cli.tables import size as _bytes
+from tpu_compile.cli.tables import table
 from tpu_compile.config import KNOBS
-from tpu_compile.errors import ConfigError, TpuCompileError
+from tpu_compile.errors import CacheError, ConfigError
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -51,19 +53,16 @@ class _Duration(click.ParamType[float]):
 @click.pass_context
 def cache(ctx: click.Context, directory: Path | None) -> None:
     """Compiled programs on disk: what is there, what it saved, why something missed."""
-    with _friendly():
-        ctx.obj = CacheStore(directory)
+    ctx.obj = CacheStore(directory)
 
 
 @contextlib.contextmanager
-def _friendly() -> Iterator[None]:
-    """Faults as one line and exit status 1."""
+def _explained() -> Iterator[None]:
+    """What the system refuses, as an error with one line."""
     try:
         yield
-    except TpuCompileError as fault:
-        raise click.ClickException(str(fault)) from None
     except OSError as fault:
-        raise click.ClickException(f"{fault.filename or 'the cache'}: {fault.strerror or fault}") from None
+        raise CacheError(f"{fault.filename or 'the cache'}: {fault.strerror or fault}") from fault
 
 
 @cache.command("ls")
@@ -71,13 +70,13 @@ def _friendly() -> Iterator[None]:
 @click.pass_obj
 def list_entries(store: CacheStore, as_json: bool) -> None:
     """List the entries, most recently used first."""
-    with _friendly():
+    with _explained():
         infos = list(store.entries())
     if as_json:
         click.echo(json.dumps([_record(info) for info in infos], indent=1))
         return
     columns = ("key", "name", "arguments", "platform", "size", "last used", "hits", "saved")
-    _table(columns, [_row(info) for info in infos])
+    table(columns, [_row(info) for info in infos], right=frozenset({4, 6, 7}))
     click.echo(f"{len(infos)} entries, {_bytes(sum(info.size for info in infos))} in {store.folder.root}")
 
 
@@ -90,7 +89,7 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
 
     KEY is the beginning of a key, or a program's name, as `ls` shows them.
     """
-    with _friendly():
+    with _explained():
         infos = list(store.entries())
     info = _select(infos, key)
     near = nearest(infos, info.header.name, info.header.parts, info.header.digest)
@@ -99,7 +98,8 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
         click.echo(json.dumps({**_record(info), **other}, indent=1))
         return
     click.echo(f"{_printable(info.header.name)} {info.header.digest}")
-    _table(("part", "value"), [(label, _shorten(value, 160)) for label, value in info.header.parts.items()])
+    parts = info.header.parts
+    table(("part", "value"), [(_printable(label), _shorten(value, 160)) for label, value in parts.items()])
     if near is None:
         click.echo("There is no other entry to compare with.")
         return
@@ -115,7 +115,7 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
 @click.pass_obj
 def verify(store: CacheStore, repair: bool, as_json: bool) -> None:
     """Read and check every entry. Exit status 1 when something is wrong with one."""
-    with _friendly():
+    with _explained():
         problems = store.verify(remove=repair)
         total = len(store.folder.scan())
     if as_json:
@@ -133,7 +133,7 @@ def verify(store: CacheStore, repair: bool, as_json: bool) -> None:
 @click.pass_obj
 def stats(store: CacheStore, as_json: bool) -> None:
     """What the cache holds and what it has saved."""
-    with _friendly():
+    with _explained():
         figures = store.stats()
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(figures), "directory": str(figures.directory)}, indent=1))
@@ -156,7 +156,7 @@ def prune(store: CacheStore, max_size: int | None, older_than: float | None) -> 
     """Make room. Entries that are being read stay."""
     if max_size is None and older_than is None:
         max_size = store.max_size or None
-    with _friendly():
+    with _explained():
         removed = store.prune(max_size=max_size, older_than=older_than)
     click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}.")
 
@@ -165,7 +165,7 @@ def prune(store: CacheStore, max_size: int | None, older_than: float | None) -> 
 @click.pass_obj
 def clear(store: CacheStore) -> None:
     """Remove every entry."""
-    with _friendly():
+    with _explained():
         removed = store.clear()
     click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}, from {store.folder.root}.")
 
@@ -175,7 +175,7 @@ def clear(store: CacheStore) -> None:
 @click.pass_obj
 def export_file(store: CacheStore, file: Path) -> None:
     """Write all sound entries into FILE (.tar, .tar.gz or .zip), to be imported on other machines."""
-    with _friendly():
+    with _explained():
         result = export_archive(store, file)
     _report_transfer(result, f"Exported {result.copied} entries, {_bytes(result.bytes)}, to {file}.")
 
@@ -188,7 +188,7 @@ def import_file(store: CacheStore, file: Path) -> None:
 
     With TPU_COMPILE_CACHE_KEY set, entries that are not signed with it are refused.
     """
-    with _friendly():
+    with _explained():
         result = import_archive(store, file)
     _report_transfer(result, f"Imported {result.copied} entries, {_bytes(result.bytes)}; {result.present} were there.")
 
@@ -209,8 +209,8 @@ def _select(infos: Sequence[EntryInfo], key: str) -> EntryInfo:
         listed = bullets(
             f"{info.header.digest[:16]} {_printable(info.header.name)}, {_ago(info.header.created)}" for info in found
         )
-        raise click.ClickException(f"{key!r} fits {len(found)} entries; give one of these keys:\n{listed}")
-    raise click.ClickException(f"No key begins with {key!r}, no program has that name: see `tpu-compile cache ls`.")
+        raise CacheError(f"{key!r} fits {len(found)} entries; give one of these keys:\n{listed}")
+    raise CacheError(f"No key begins with {key!r}, no program has that name: see `tpu-compile cache ls`.")
 
 
 def _record(info: EntryInfo) -> dict[str, Any]:
@@ -222,35 +222,14 @@ def _row(info: EntryInfo) -> tuple[str, ...]:
     parts = info.header.parts
     return (
         info.header.digest[:12],
-        info.header.name,
+        _printable(info.header.name),
         _shorten(parts.get("arguments", ""), 40),
-        parts.get("platform", ""),
+        _shorten(parts.get("platform", ""), 16),
         _bytes(info.size),
         _ago(info.used),
         str(info.hits),
         _duration(info.seconds_saved),
     )
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A drawn table on a terminal, tab-separated lines without a heading elsewhere."""
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    if not _on_terminal():
-        for row in rows:
-            click.echo("\t".join(row))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*map(Text, row))  # as text: [8,128] is no markup
-    Console(file=sys.stdout).print(table)
-
-
-def _on_terminal() -> bool:
-    return sys.stdout.isatty()
 
 
 def _printable(text: str) -> str:
@@ -261,15 +240,7 @@ def _printable(text: str) -> str:
 def _shorten(text: str, width: int) -> str:
     if is_hash(text) and ":" in text:
         return f"{text.split(':')[1][:12]}… ({_bytes(int(text.split(':')[2]))})"
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return _printable(text if len(text) <= width else text[: width - 1] + "…")
 
 
 def _duration(seconds: float) -> str:
