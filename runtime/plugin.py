@@ -202,7 +202,8 @@ def open_plugin(platform: str, options: Mapping[str, str]) -> tuple[Any, dict[st
 
 def _open_error(error: RuntimeError, info: PluginInfo, given: Mapping[str, Any]) -> DeviceError | ConfigError:
     message = str(error)
-    if given and status.code(message) == "INVALID_ARGUMENT":
+    # A value of the wrong type has no status: "Unexpected index".
+    if given and status.code(message) in ("INVALID_ARGUMENT", "UNKNOWN"):
         return ConfigError(f"plugin_options={dict(given)} for {info.name}: {status.excerpt(message)}")
     return status.device_error(error, f"The PJRT plugin {info.name} ({info.path}) could not start")
 

@@ -30,6 +30,7 @@ from tpu_compile.runtime.options import CompileOptions
 GENERATIONS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 """What libtpu compiles for; it may know newer ones, and is asked."""
 
+WORKER = "tpu_compile.runtime.tpu_worker"
 _EXAMPLES = "v5e:1x1, v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1"
 _HEADER = struct.Struct("<QQ")
 _TAIL = 3000
@@ -47,7 +48,8 @@ def topology(name: str) -> Topology:
     library = plugin.libtpu()
     if library is None:
         raise MissingDependency("libtpu", "Compiling for a TPU", "'tpu-compile[tpu]'")
-    reply, _ = _workers.request({"do": "open", "topology": name}, b"", f"opening {name}")
+    # libtpu takes no name for the machine it believes to be on.
+    reply, _ = _workers.request({"do": "open", "topology": name or " "}, b"", f"opening {name}")
     if "error" in reply:
         raise ConfigError(
             f"No TPU topology is called {name!r}: {status.excerpt(reply['error']).rstrip('.')}. "
@@ -177,7 +179,7 @@ class _Worker:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         # Its own session: Ctrl-C is for the user's process, which then ends the worker. -P: the user's folder may
         # hold a file called like a module of ours.
-        command = [sys.executable, "-P", "-m", "tpu_compile.runtime.tpu_worker"]
+        command = [sys.executable, "-P", "-m", WORKER]
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
         )

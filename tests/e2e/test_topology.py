@@ -1,0 +1,262 @@
+"""Compiling for a TPU that is not there. Needs libtpu, and no TPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunPython
+from tpu_compile.config import override
+from tpu_compile.errors import CompilationFailed, ConfigError, DeviceError, MissingDependency, OutOfMemory
+from tpu_compile.runtime import CompileOptions, plugin
+from tpu_compile.runtime import topology as topology_module
+from tpu_compile.runtime.topology import GENERATIONS, Topology, topology
+
+DEFAULT = CompileOptions()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_libtpu() -> None:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install tpu-compile[tpu]")
+
+
+@pytest.fixture
+def worker() -> Iterator[int]:
+    """The process id of the worker that answers now."""
+    topology("v5e:2x2")
+    assert topology_module._workers._worker is not None
+    yield topology_module._workers._worker._process.pid
+
+
+def matmul(n: int = 256, dtype: str = "bf16") -> bytes:
+    t = f"tensor<{n}x{n}x{dtype}>"
+    return f"""module @m {{ func.func public @main(%a: {t}, %b: {t}) -> {t} {{
+        %0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : ({t}, {t}) -> {t}
+        %1 = stablehlo.tanh %0 : {t}
+        return %1 : {t}
+    }} }}""".encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "devices"),
+    [("v5e:2x2", "TPU v5 lite", 4), ("v6e:2x2", "TPU v6 lite", 4), ("tpu7x:2x2x1", "TPU7x", 8)],
+)
+def test_a_program_compiles_for_an_absent_tpu(name: str, kind: str, devices: int) -> None:
+    target = topology(name)
+    assert (target.device_kind, target.device_count, target.family) == (kind, devices, "tpu")
+    compiled = target.compile(matmul(), "graph 0", DEFAULT)
+    assert "is_scheduled=true" in compiled.as_text() and "estimated_cycles" in compiled.as_text()
+    assert compiled.cost_analysis()["flops"] >= 2 * 256**3
+    memory = compiled.memory_analysis()
+    assert (memory.argument_size_in_bytes, memory.output_size_in_bytes) == (2 * 256 * 256 * 2, 256 * 256 * 2)
+    assert len(compiled.serialize()) > 1000
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_every_generation_is_known(generation: str) -> None:
+    assert topology(f"{generation}:2x2x1").device_kind.startswith("TPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("v5e:1x1", 1), ("v6e:1x1", 1), ("v5e:1x2", 2), ("v5e:16x16", 256), ("tpu7x:16x16x32", 16384)]
+)
+def test_one_chip_and_a_whole_pod(name: str, devices: int) -> None:
+    assert topology(name).device_count == devices
+
+
+@pytest.mark.parametrize("name", ["v9z:2x2", "v5e", "v5e:3x3", "", "v5e:2by2"])
+def test_an_unknown_slice_is_answered_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        topology(name)
+    assert repr(name) in str(caught.value)
+    assert [known for known in (*GENERATIONS, "v5e:2x2") if known not in str(caught.value)] == []
+
+
+def test_the_key_names_the_slice_and_the_compiler() -> None:
+    parts = topology("v5e:2x2").key_parts(DEFAULT)
+    library = plugin.libtpu()
+    assert library is not None and library.version in parts["plugin"]
+    assert parts["topology"] == "v5e:2x2" and "TFRT TPU v5 lite" in parts["platform_version"]
+    assert "host_cpu" not in parts, "the code is for the TPU, whoever compiles it"
+    assert parts != topology("v5e:2x4").key_parts(DEFAULT)
+    assert parts != topology("v5e:2x2").key_parts(CompileOptions(num_partitions=2))
+
+
+def test_a_program_that_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
+    with override(dump_to=str(tmp_path)), pytest.raises(OutOfMemory) as caught:
+        topology("v5e:2x2").compile(matmul(65536, "f32"), "large", DEFAULT)
+    error = caught.value
+    assert (error.code, error.needed, error.available) == ("RESOURCE_EXHAUSTED", 48 << 30, 63 << 28)
+    assert (Path(error.dump) / "program.mlir").read_bytes() == matmul(65536, "f32")
+
+
+def test_a_program_for_four_devices_is_partitioned() -> None:
+    t = "tensor<1024x1024xf32>"
+    code = f"""module @m attributes {{mhlo.num_partitions = 4 : i32}} {{
+        sdy.mesh @mesh = <["x"=4]>
+        func.func public @main(%a: {t} {{sdy.sharding = #sdy.sharding<@mesh, [{{"x"}}, {{}}]>}}) -> tensor<f32> {{
+            %c = stablehlo.constant dense<0.0> : tensor<f32>
+            %0 = stablehlo.reduce(%a init: %c) applies stablehlo.add across dimensions = [0, 1]
+                : ({t}, tensor<f32>) -> tensor<f32>
+            return %0 : tensor<f32>
+        }} }}""".encode()
+    compiled = topology("v5e:2x2").compile(code, "sharded", CompileOptions(num_partitions=4))
+    assert "all-reduce" in compiled.as_text()
+    assert compiled.memory_analysis().argument_size_in_bytes == 1024 * 1024 * 4 // 4
+    assert all(value >= 0 for value in compiled.cost_analysis().values())
+    with pytest.raises(ConfigError, match="4 devices"):
+        topology("v5e:2x2").compile(code, "sharded", CompileOptions(num_partitions=8))
+
+
+def test_bf16_is_rounded_at_every_step_until_excess_precision_is_asked_for() -> None:
+    t = "tensor<1024xbf16>"
+    code = f"""module @m {{ func.func public @main(%a: {t}, %b: {t}) -> {t} {{
+        %0 = stablehlo.add %a, %b : {t}
+        %1 = stablehlo.subtract %0, %a : {t}
+        return %1 : {t}
+    }} }}""".encode()
+    target = topology("v5e:2x2")  # computes bf16 in f32
+    assert " reduce-precision(" in target.compile(code, "test", DEFAULT).as_text()
+    assert " reduce-precision(" not in target.compile(code, "test", CompileOptions(excess_precision=True)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("xla_nope", "1"), ("xla_tpu_scoped_vmem_limit_kib", "many"), ("xla_cpu_enable_fast_math", "x")]
+)
+def test_an_option_that_libtpu_does_not_take_is_named(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        topology("v5e:2x2").compile(matmul(), "test", CompileOptions(xla_options=((name, value),)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("xla_tpu_scoped_vmem_limit_kib", "65536"), ("xla_tpu_enable_latency_hiding_scheduler", "true")],
+)
+def test_options_are_taken_as_text(name: str, value: str) -> None:
+    assert topology("v5e:2x2").compile(matmul(), "test", CompileOptions(xla_options=((name, value),))).as_text()
+
+
+def test_a_rejected_program_comes_with_its_line(tmp_path: Path) -> None:
+    t = "tensor<4x4xf32>"
+    code = f"""module @m {{ func.func public @main(%a: {t}) -> {t} {{
+        %0 = stablehlo.custom_call @nope(%a) {{api_version = 4 : i32}} : ({t}) -> {t} loc(#l)
+        return %0 : {t} }} }}
+    #l = loc("/home/me/model.py":12:3)""".encode()
+    with override(dump_to=str(tmp_path)), pytest.raises(CompilationFailed, match="nope") as caught:
+        topology("v5e:2x2").compile(code, "my graph", DEFAULT)
+    assert "my graph (/home/me/model.py:12)" in str(caught.value)
+    with override(dump_to=str(tmp_path)), pytest.raises(CompilationFailed, match="Unable to parse"):
+        topology("v5e:2x2").compile(b"garbage", "my graph", DEFAULT)
+
+
+def compile_slowly(target: Topology) -> None:
+    target.compile(matmul(1024, "f64"), "slow graph", DEFAULT)  # f64 is emulated: half a minute
+
+
+def test_one_worker_answers_all_requests(worker: int) -> None:
+    for name in ("v5e:2x2", "v6e:2x2"):
+        topology(name).compile(matmul(), "test", DEFAULT)
+    assert topology_module._workers._worker is not None
+    assert topology_module._workers._worker._process.pid == worker
+
+
+def test_a_crash_is_an_error_and_the_next_compile_works(worker: int, tmp_path: Path) -> None:
+    target = topology("v5e:2x2")
+    threading.Timer(0.5, os.kill, (worker, signal.SIGABRT)).start()
+    with override(dump_to=str(tmp_path)), pytest.raises(CompilationFailed, match="slow graph") as caught:
+        compile_slowly(target)
+    assert caught.value.code == "ABORTED" and "signal 6" in str(caught.value)
+    assert "SIGABRT received" in str(caught.value), "the message ends with what libtpu wrote"
+    assert (Path(caught.value.dump) / "program.mlir").exists()
+    assert target.compile(matmul(), "test", DEFAULT).as_text()
+
+
+def test_a_worker_that_died_between_requests_is_replaced(worker: int) -> None:
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(0.2)
+    assert topology("v5e:2x2").compile(matmul(), "test", DEFAULT).as_text()
+
+
+def test_a_worker_that_cannot_start_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch, worker: int) -> None:
+    os.kill(worker, signal.SIGKILL)
+    time.sleep(0.2)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    monkeypatch.setattr(topology_module, "WORKER", "tpu_compile.no_such_module")
+    with pytest.raises(DeviceError, match="no_such_module") as caught:
+        topology("v5e:2x2")
+    assert caught.value.code == "ABORTED"
+
+
+def test_threads_share_the_worker() -> None:
+    sizes: dict[int, int] = {}
+
+    def work(n: int) -> None:
+        memory = topology("v5e:2x2").compile(matmul(n), "test", DEFAULT).memory_analysis()
+        sizes[n] = memory.output_size_in_bytes
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (128, 256, 384)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == {n: n * n * 2 for n in (128, 256, 384)}
+
+
+COMPILE = f"""
+    from tpu_compile.runtime import CompileOptions
+    from tpu_compile.runtime.topology import topology
+    compiled = topology("v5e:2x2").compile({matmul()!r}, "test", CompileOptions())
+    assert "fusion" in compiled.as_text()
+"""
+
+
+def test_a_process_loads_neither_torch_nor_libtpu_and_leaves_nothing_behind(run_python: RunPython) -> None:
+    done = run_python(
+        COMPILE
+        + """
+    import sys
+    from tpu_compile.runtime import topology as module
+    assert not {"torch", "libtpu", "jax"} & set(sys.modules)
+    print(module._workers._worker._process.pid)
+    """,
+        {"PYTHONWARNINGS": "error"},
+    )
+    assert done.stderr == ""
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_two_processes_compile_at_once(run_python: RunPython) -> None:
+    run_python(
+        f"""
+    import subprocess, sys, textwrap
+    code = textwrap.dedent({COMPILE!r})
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [each.wait() for each in both] == [0, 0]
+    """
+    )
+
+
+def test_a_forked_child_has_a_worker_of_its_own(run_python: RunPython) -> None:
+    run_python(
+        COMPILE
+        + """
+    import os
+    child = os.fork()
+    assert topology("v5e:2x2").compile(b"module @m { func.func public @main() { return } }", "t", CompileOptions())
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+    """,
+        {"PYTHONWARNINGS": "error"},
+    )
+
+
+def test_without_libtpu_the_pip_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "libtpu", lambda: None)
+    with pytest.raises(MissingDependency, match=r"pip install 'tpu-compile\[tpu\]'"):
+        topology("v5e:2x2")
