@@ -92,4 +92,5 @@ def source_line(stack_trace: str) -> SourceLine | None:
     """The innermost frame of an FX stack trace that is not torch's own; torch's if there is no other."""
     frames = [SourceLine(m["file"], int(m["line"]), m["function"], m["code"]) for m in _FRAME.finditer(stack_trace)]
     mine = [f for f in frames if not f.file.startswith(_TORCH)]
-    return (mine or frames or [None])[-1]
+    found = mine or frames
+    return found[-1] if found else None

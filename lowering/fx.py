@@ -83,7 +83,7 @@ def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
         return
     for argument in node.all_input_nodes:
         if argument.op == "get_attr":
-            inner = _attribute(graph_module, argument.target)
+            inner = _attribute(graph_module, str(argument.target))
             if isinstance(inner, GraphModule):
                 yield inner
 
@@ -396,7 +396,7 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
 def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
     """(position, result) of each argument that a trailing ``copy_`` overwrites; the last one wins."""
     by_node = {n: i for i, n in enumerate(n for n in walk.graph_module.graph.nodes if n.op == "placeholder")}
-    last = {node.args[0]: value for node, value in walk.mutations}
+    last: dict[Any, ir.Value] = {node.args[0]: value for node, value in walk.mutations}
     mutated = []
     for target, value in last.items():
         spec = walk.spec(target.meta["val"], strided=True)
@@ -488,4 +488,4 @@ def text(bytecode: bytes, *, locations: bool = False) -> str:
     """A Program's bytecode as StableHLO text."""
     with make_context():
         module = ir.Module.parse(bytecode)
-        return module.operation.get_asm(enable_debug_info=locations, large_elements_limit=64)  # type: ignore[no-any-return]
+        return module.operation.get_asm(enable_debug_info=locations, large_elements_limit=64)

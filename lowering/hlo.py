@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from tpu_compile.lowering import dtypes
 
-Value = ir.Value
+Value: TypeAlias = ir.Value
 Dims = Sequence[int]
 
 _HIGH = {"highest": "HIGHEST", "high": "HIGH", "medium": "DEFAULT"}
@@ -28,14 +28,19 @@ _INT32_MAX = 2**31 - 1
 # ---- types
 
 
+def is_value(x: object) -> bool:
+    """Whether an operand is an MLIR value (else it is a Python number)."""
+    return isinstance(x, ir.Value)
+
+
 def shape(x: Value) -> list[int]:
     """The shape of ``x``."""
-    return x.type.shape  # type: ignore[no-any-return]
+    return x.type.shape
 
 
 def rank(x: Value) -> int:
     """The number of axes of ``x``."""
-    return x.type.rank  # type: ignore[no-any-return]
+    return x.type.rank
 
 
 def dtype(x: Value) -> torch.dtype:
@@ -164,7 +169,7 @@ def pad(x: Value, value: Any, low: Dims, high: Dims, interior: Dims | None = Non
     """Pad with a Python number or a 0-dim value; negative amounts crop."""
     if not any(low) and not any(high) and not any(interior or ()):
         return x
-    fill = value if isinstance(value, Value) else scalar(value, dtype(x))
+    fill = value if is_value(value) else scalar(value, dtype(x))
     return stablehlo.pad(x, fill, list(low), list(high), list(interior or [0] * rank(x)))
 
 
@@ -484,7 +489,7 @@ def scatter(
 def rng_bit_generator(state: Value, sizes: Dims, element: torch.dtype) -> Value:
     """Philox bits as uint32 or uint64. ``state`` is u64[3]: the key, then the counter's low and high word; a counter yields 128 bits."""
     algorithm = stablehlo.RngAlgorithmAttr.get("PHILOX")
-    return stablehlo.rng_bit_generator(state.type, tensor_type(sizes, element), algorithm, state)[1]  # type: ignore[no-any-return]
+    return stablehlo.rng_bit_generator(state.type, tensor_type(sizes, element), algorithm, state)[1]
 
 
 # ---- control flow

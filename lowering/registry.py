@@ -129,9 +129,9 @@ def elementwise(
     ``compute="result"``: that dtype is the result's. ``"operands"``: it is torch's promotion of the operands
     (comparisons, is_nan, …).
     ``opmath``: 16-bit floats are computed in float32 and rounded once, as torch does; switch it off where the body is
-    a single
-    correctly rounded operation. ``wide`` names the operands whose Python scalars and 0-dim tensors keep float32 precision beside
-    16-bit floats (torch's ``mul`` and ``div``); elsewhere they are rounded to 16 bits first, as torch does.
+    a single correctly rounded operation.
+    ``wide``: operands whose scalars, 0-dim ones too, keep float32 precision beside 16-bit floats (torch's ``mul`` and
+    ``div``); elsewhere a scalar is rounded to 16 bits first, as torch does.
     The result is converted to the dtype that FakeTensor promises.
     """
 
@@ -155,7 +155,8 @@ def _elementwise_rule(
         out = ctx.out
         given = [args[i] if i < len(args) else kwargs.get(name) for name, i in operands]
         common = out.dtype if compute == "result" else _promoted(given)
-        kind = dtypes.opmath(common) if opmath else common
+        widened = any(name in wide and _is_scalar(value) for (name, _), value in zip(operands, given, strict=True))
+        kind = dtypes.opmath(common) if opmath or widened else common
         new_args, new_kwargs = list(args), dict(kwargs)
         for (name, i), value in zip(operands, given, strict=True):
             if value is None:
@@ -172,7 +173,7 @@ def _elementwise_rule(
 
 def operand(value: Any, kind: torch.dtype, shape: Any, through: torch.dtype | None = None) -> hlo.Value:
     """A tensor or Python scalar as a value of dtype ``kind`` and the given shape, rounded to ``through`` on the way."""
-    if isinstance(value, hlo.Value):
+    if hlo.is_value(value):
         rounded = value if through is None else hlo.convert(value, through)
         return hlo.broadcast(hlo.convert(rounded, kind), shape)
     if through is not None and through != kind:
@@ -180,9 +181,13 @@ def operand(value: Any, kind: torch.dtype, shape: Any, through: torch.dtype | No
     return hlo.full(value, kind, shape)
 
 
+def _is_scalar(value: Any) -> bool:
+    return value is not None and (not hlo.is_value(value) or hlo.rank(value) == 0)
+
+
 def _promoted(values: list[Any]) -> torch.dtype:
-    tensors = [(hlo.dtype(v), hlo.rank(v)) for v in values if isinstance(v, hlo.Value)]
-    return dtypes.promote(tensors, [v for v in values if v is not None and not isinstance(v, hlo.Value)])
+    tensors = [(hlo.dtype(v), hlo.rank(v)) for v in values if hlo.is_value(v)]
+    return dtypes.promote(tensors, [v for v in values if v is not None and not hlo.is_value(v)])
 
 
 def _is_operand(argument: torch.Argument) -> bool:

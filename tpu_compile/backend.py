@@ -63,7 +63,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _inductor_has(name: str) -> bool:
     from torch._inductor import config as inductor
 
-    return name.replace("-", "_") in inductor._config
+    return name.replace("-", "_") in inductor._config  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -75,6 +75,7 @@ def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str,
     from tpu_compile import capture
 
     one_graph, name = capture.one_graph(), capture.frame_name()
+    capture.note_break()
     scope = scoped(chosen)
 
     def compile_one(graph: Any, kind: str) -> Any:

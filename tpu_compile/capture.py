@@ -11,10 +11,12 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
+from tpu_compile import compiler
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import decompositions
@@ -40,6 +42,18 @@ def frame_name() -> str:
         return type(module).__name__
     name = translator.f_code.co_qualname.replace("<locals>.", "")
     return "_".join(re.findall(r"\w+", name)[-2:]) or "graph"
+
+
+def note_break() -> None:
+    """Tell the recorder where and why the graph that is being compiled ends, if it does not end with its function."""
+    try:
+        reason = InstructionTranslator.current_tx().output.compile_subgraph_reason
+    except AttributeError:
+        return
+    if reason is not None and reason.graph_break:
+        line = reason.user_stack[-1] if reason.user_stack else None
+        where = f"{line.filename}:{line.lineno}: " if line else ""
+        compiler.note_break(where + reason.reason.partition("\n")[0])
 
 
 def through_dynamo(error: TpuCompileError) -> TpuCompileError:
@@ -69,7 +83,7 @@ def static_arguments(graph: torch.fx.Graph, kind: str) -> frozenset[int]:
 def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys."""
     functionalize_random(joint)
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)  # type: ignore[no-any-return]
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
 def aot_graphs(
@@ -80,7 +94,11 @@ def aot_graphs(
     ``compile_one(graph, kind)`` makes each of its graphs callable; kind is "forward", "backward" or "inference".
     """
 
+    names = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+
     def compiler(kind: str, graph: GraphModule, _: Sequence[Any]) -> Any:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            node.meta["argument"] = _argument(node, names)
         return compile_one(graph, kind)
 
     aot = aot_autograd(
@@ -92,6 +110,25 @@ def aot_graphs(
         keep_inference_input_mutations=True,
     )
     return aot(graph_module, example_inputs)
+
+
+def _source(node: torch.fx.Node) -> str:
+    """Where Dynamo takes an argument of its graph from, as the user would write it: ``self.linear.weight``."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is None:
+        return node.name
+    local = re.sub(r"L\['(\w+)'\]", r"\1", source.name)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", local)
+
+
+def _argument(node: torch.fx.Node, names: Sequence[str]) -> str:
+    """What an argument of one of AOTAutograd's graphs is."""
+    what = node.meta.get("desc")
+    if isinstance(what, PlainAOTInput) and what.idx < len(names):
+        return names[what.idx]
+    if isinstance(what, TangentAOTInput):
+        return f"gradient of result {getattr(what.output, 'idx', node.name)}"
+    return f"saved {node.name}" if what is None else node.name
 
 
 def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:

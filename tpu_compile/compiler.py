@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tpu_compile.cache.key import CacheKey
 from tpu_compile.cache.store import CacheStore
 from tpu_compile.calling import CallPlan
 from tpu_compile.config import config
-from tpu_compile.errors import CacheError, DeviceError, UnsupportedOp
+from tpu_compile.errors import CacheError, DeviceError, Gap, UnsupportedOp
 from tpu_compile.lowering import fx
 from tpu_compile.lowering.program import Program
 from tpu_compile.runtime import CompileOptions, open_client
@@ -176,10 +177,12 @@ class Lowering:
 
 @dataclass
 class Recorder:
-    """Everything that was lowered and compiled while it was active (``record``)."""
+    """Everything that was lowered and compiled while it was active (``record``), the ops that run on the CPU, and why
+    Dynamo ended a graph before the function did."""
 
     lowerings: list[Lowering] = field(default_factory=list)
-    gaps: list[Any] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("tpu_compile_recorder", default=None)
@@ -194,6 +197,13 @@ def record() -> Iterator[Recorder]:
         yield recorder
     finally:
         _recorder.reset(token)
+
+
+def note_break(reason: str) -> None:
+    """Tell the recorder, if there is one, why a graph ended early."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.breaks.append(reason)
 
 
 def lower_graph(
@@ -262,6 +272,14 @@ class CompiledGraph:
         return CallPlan(program, compiled.executable, compiled.client, self._kept)
 
 
+def _integer(position: int, arguments: Sequence[Any]) -> int:
+    return int(arguments[position])
+
+
+def _size(position: int, axis: int, arguments: Sequence[Any]) -> int:
+    return int(arguments[position].shape[axis])
+
+
 def _size_reader(graph_module: GraphModule) -> list[Callable[[Sequence[Any]], int]]:
     """One reader for each argument that can vary: an integer argument, or an axis of symbolic size."""
     readers: list[Callable[[Sequence[Any]], int]] = []
@@ -269,11 +287,11 @@ def _size_reader(graph_module: GraphModule) -> list[Callable[[Sequence[Any]], in
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            readers.append(lambda arguments, i=position: int(arguments[i]))
+            readers.append(partial(_integer, position))
         elif isinstance(value, torch.Tensor):
             for axis, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    readers.append(lambda arguments, i=position, a=axis: arguments[i].shape[a])
+                    readers.append(partial(_size, position, axis))
     return readers
 
 
@@ -301,7 +319,8 @@ def compile_graph(
             raise
         from tpu_compile.splitting import SplitGraph
 
+        split = SplitGraph(graph_module, name, error)
         recorder = _recorder.get()
         if recorder is not None:
-            recorder.gaps.extend(error.gaps)
-        return SplitGraph(graph_module, name, error)
+            recorder.gaps.extend(split.gaps)
+        return split

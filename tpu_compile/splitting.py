@@ -33,6 +33,7 @@ class SplitGraph:
             _tell(error.gaps)
             try:
                 self._parts = _build(graph_module, name, set(error.nodes))
+                self.gaps = error.gaps
                 return
             except PartRefused as refused:  # a rule refused its arguments only when it was run
                 error = _joined(error, refused.pairs, name)
@@ -72,7 +73,7 @@ def _tell(gaps: tuple[Gap, ...]) -> None:
 def _build(graph_module: GraphModule, name: str, eager: set[Node]) -> GraphModule:
     levels = _levels(graph_module, eager)
     origin = {n.name: n for n in graph_module.graph.nodes}
-    split = split_module(graph_module, None, lambda node: levels[node], keep_original_order=True)
+    split = split_module(graph_module, graph_module, lambda node: levels[node], keep_original_order=True)
     for index, (part_name, part) in enumerate(list(split.named_children())):
         if not isinstance(part, GraphModule) or not part_name.startswith("submod_"):
             continue

@@ -63,7 +63,7 @@ def scalar_tensor(ctx: LoweringContext, s: Any, **_: Any) -> Value:
 
 
 def _fill(ctx: LoweringContext, value: Any) -> Value:
-    if isinstance(value, Value):
+    if hlo.is_value(value):
         return hlo.broadcast(hlo.convert(value, ctx.out.dtype), ctx.out.shape)
     return hlo.full(value, ctx.out.dtype, ctx.out.shape)
 

@@ -17,7 +17,15 @@ from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
 
-_COMBINERS = {"sum": "add", "add": "add", "mean": "add", "prod": "multiply", "multiply": "multiply", "amax": "maximum", "amin": "minimum"}
+_COMBINERS = {
+    "sum": "add",
+    "add": "add",
+    "mean": "add",
+    "prod": "multiply",
+    "multiply": "multiply",
+    "amax": "maximum",
+    "amin": "minimum",
+}
 
 
 def scatter_along(x: Value, dim: int, index: Value, src: Any, combine: Combine) -> Value:
@@ -47,7 +55,7 @@ def scatter_along(x: Value, dim: int, index: Value, src: Any, combine: Combine) 
 
 
 def _fit(src: Any, kind: torch.dtype, sizes: list[int]) -> Value:
-    if not isinstance(src, Value):
+    if not hlo.is_value(src):
         return hlo.full(src, kind, sizes)
     src = hlo.convert(src, kind)
     if not hlo.rank(src):
