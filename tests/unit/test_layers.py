@@ -52,7 +52,9 @@ def test_imports_go_downwards(layer, path):
 def test_private_interfaces_have_one_home(layer, path):
     names = imported(path)
     mlir = {n for n in names if n.startswith("jaxlib.mlir")}
-    assert not mlir or layer == "lowering", f"only lowering/ builds MLIR: {mlir}"
+    # The worker for an absent TPU builds none either, but its client takes a parsed module where others take bytes.
+    parses = path == ROOT / "runtime" / "tpu_worker.py"
+    assert not mlir or layer == "lowering" or parses, f"only lowering/ builds MLIR: {mlir}"
     client = {n for n in names if n.startswith("jaxlib") and n not in mlir and not n.startswith("jaxlib.version")}
     assert layer in ("lowering", "runtime") or not client, f"only runtime/ talks to PJRT: {client}"
     if layer == "cache":

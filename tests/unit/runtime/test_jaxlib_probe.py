@@ -27,6 +27,8 @@ CALLED = [
     ("_jax.Client.local_devices", "self"),
     ("xla_client.register_custom_call_target", "name fn platform api_version"),
     ("_jax.custom_call_targets", "platform"),
+    ("_jax.mlir.mlir_module_to_xla_computation", "mlir_module"),
+    ("_jax.hlo_module_cost_analysis", ""),
     # executable.py
     ("_jax.LoadedExecutable.execute_sharded", "self arguments"),
     ("_jax.ExecuteResults.consume_with_handlers", "self out_handlers strict"),
