@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tpu_compile.cache.store import CacheStore, EntryInfo
 
 _MOST_LINES = 12
+_MOST_OF_A_PART = 4
+"""Another model differs in every argument: a few of them say so, and leave room for the other parts."""
 _FLAGS = {"xla_flags": "XLA flag --", "libtpu_init_args": "libtpu flag --"}
 """Labels whose words are command-line flags, as their users write them."""
 
@@ -57,7 +59,7 @@ def nearest(infos: Iterable[EntryInfo], name: str, parts: Mapping[str, str], dig
         return shared, info.header.name == name, -len(differences(parts, stored)), info.used
 
     best = max(others, key=closeness)
-    return Nearest(best, tuple(differences(parts, best.header.parts)))
+    return Nearest(best, tuple(differences(parts, best.header.parts, most=_MOST_OF_A_PART)))
 
 
 def bullets(lines: Iterable[str]) -> str:
@@ -67,8 +69,11 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(shown + [f"  … and {len(lines) - _MOST_LINES} more"] * (len(lines) > _MOST_LINES))
 
 
-def differences(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
-    """One line for each difference: ``argument 2: bf16[8,128] was f32[8,128]``, ``libtpu 0.0.42 → 0.0.52``."""
+def differences(new: Mapping[str, str], old: Mapping[str, str], most: int | None = None) -> list[str]:
+    """One line for each difference: ``argument 2: bf16[8,128] was f32[8,128]``, ``libtpu 0.0.42 → 0.0.52``.
+
+    ``most``: so many lines of one part, and then how many more there are.
+    """
     lines: list[str] = []
     for label in sorted({*new, *old}):
         if label not in old:
@@ -76,7 +81,9 @@ def differences(new: Mapping[str, str], old: Mapping[str, str]) -> list[str]:
         elif label not in new:
             lines.append(f"{label.replace('_', ' ')} is gone, was {_readable(old[label])}")
         elif new[label] != old[label]:
-            lines += _part(label, new[label], old[label])
+            part = _part(label, new[label], old[label])
+            hidden = 0 if most is None else len(part) - most
+            lines += part if hidden <= 1 else [*part[:most], f"{hidden} more {label.replace('_', ' ')} differ"]
     return lines
 
 
@@ -86,7 +93,9 @@ def _part(label: str, new: str, old: str) -> list[str]:
         return [f"{title} {_readable(old)} → {_readable(new)}"]
     if ";" in new + old or not _is_words(new + " " + old):
         return _positions(title[:-1], _split(new), _split(old))
-    return _names(_FLAGS.get(label, title[:-1].replace("xla", "XLA") + " "), _words(new), _words(old))
+    if label in _FLAGS or "=" in new + old or max(len(new.split()), len(old.split())) > 1:
+        return _names(_FLAGS.get(label, title[:-1].replace("xla", "XLA") + " "), _words(new), _words(old))
+    return [f"{title} {_readable(old)} → {_readable(new)}"]
 
 
 def is_hash(value: str) -> bool:

@@ -27,6 +27,7 @@ ENVIRONMENT: dict[str, str | bytes] = {"platform": "tpu", "libtpu": "0.0.42", "x
         ("xla_options", "level=1 fast=no", "level=2 fast=no", ["XLA option level=2 was level=1"]),
         ("cpu_features", "x86_64 avx avx2 sse4_1", "x86_64 avx sse4_1", ["cpu feature avx2 removed"]),
         ("host_cpu", "EPYC #1", "Xeon #2", ["host cpu EPYC #1 → Xeon #2"]),
+        ("num_replicas", "1", "2", ["num replicas 1 → 2"]),
         ("device_class", "a b", "a c", ["device class a b → a c"]),
         ("program", "ab" * 32, "cd" * 32, ["program abababababab → cdcdcdcdcdcd"]),
     ],
@@ -92,6 +93,17 @@ def test_explaining_is_not_using_and_counts_nothing(store: CacheStore) -> None:
     explain_miss(store, key("add"))
     (info,) = store.entries()
     assert info.hits == 0
+
+
+def test_another_model_does_not_hide_the_other_parts(store: CacheStore) -> None:
+    put(store, "vit", arguments="; ".join(f"f32[{i}]" for i in range(50)))
+    missed = key("bert", arguments="; ".join(f"f32[{i + 1}]" for i in range(50)), libtpu="0.0.52")
+    lines = explain_miss(store, missed).splitlines()
+    assert lines[4:7] == [
+        "  - argument 3: f32[4] was f32[3]",
+        "  - 46 more arguments differ",
+        "  - libtpu 0.0.42 → 0.0.52",
+    ]
 
 
 def test_a_long_list_is_cut() -> None:
