@@ -42,10 +42,19 @@ class OpRegistry:
 
     def __init__(self) -> None:
         self._rules: dict[Any, Rule] = {}
+        self._named: dict[str, Rule] = {}
         self._loaded = False
 
     def register(self, op: Any, function: RuleFunction, tier: str = "native", *, replace: bool = False) -> None:
-        """Add a rule; raises ValueError if the overload has one, or TypeError if the signature is not the schema's."""
+        """Add a rule; raises ValueError if the overload has one, or TypeError if the signature is not the schema's.
+
+        An operator of a package that may not be imported is given by its name, ``"package::operator"``.
+        """
+        if isinstance(op, str):
+            if op in self._named and not replace:
+                raise ValueError(f"{op} has a rule already: {self._named[op].function.__qualname__}")
+            self._named[op] = Rule(function, tier)
+            return
         if op in self._rules and not replace:
             raise ValueError(f"{op} has a rule already: {self._rules[op].function.__qualname__}")
         if isinstance(op, OpOverload):
@@ -56,7 +65,12 @@ class OpRegistry:
         """The rule for an overload, or None."""
         if not self._loaded:
             self.load()
-        return self._rules.get(op)
+        rule = self._rules.get(op)
+        if rule is None and isinstance(op, OpOverload) and op.name() in self._named:
+            named = self._named[op.name()]
+            self.register(op, named.function, named.tier)
+            return named
+        return rule
 
     def load(self) -> None:
         """Import every family. A family that fails to import fails every look-up, not only the first."""
