@@ -91,12 +91,11 @@ def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
 def _gap(node: Node) -> Gap | None:
     if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in _ASSERTIONS:
         return None
-    line = str(where(node) or "")
     if node.meta.get("unbacked_bindings"):
         hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
-        return Gap(str(node.target), "its result's shape or value depends on data", line, hint)
+        return Gap(str(node.target), "its result's shape or value depends on data", str(where(node) or ""), hint)
     if registry.get(node.target) is None:
-        return Gap(str(node.target), "no rule lowers it", line)
+        return Gap(str(node.target), "no rule lowers it", str(where(node) or ""))
     return None
 
 
@@ -138,6 +137,7 @@ class GraphWalk:
     mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
     ffi: dict[str, None] = field(default_factory=dict)
     tiers: Counter[str] = field(default_factory=Counter)
+    locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
     _seed: ir.Value | None = None
 
     # ---- what rules may use
@@ -184,7 +184,7 @@ class GraphWalk:
         """The TensorSpec of a fake tensor."""
         shape = tuple(value.shape)
         stride = tuple(value.stride()) if strided else ()
-        if not all(type(s) is int for s in (*shape, *stride)):
+        if value._has_symbolic_sizes_strides:
             shape, stride = tuple(map(self.number, shape)), tuple(map(self.number, stride))
         return TensorSpec(shape, value.dtype, stride)
 
@@ -228,22 +228,30 @@ class GraphWalk:
         rule = registry.get(node.target)
         assert rule is not None, f"missing() let {node.target} through"
         ctx = self.ctx
-        ctx.where, ctx.out = where(node), self.specs(node.meta.get("val"))
+        promised = self.specs(node.meta.get("val"))
+        ctx.where, ctx.out = where(node), promised
         try:
-            with _location(node, ctx.where):
+            with self.location(node, ctx.where):
                 result = rule.function(
                     ctx, *map(self.resolve, node.args), **{k: self.resolve(v) for k, v in node.kwargs.items()}
                 )
-                ctx.out = self.specs(node.meta.get("val"))
-                self.check(node, ctx.out, result)
+                self.check(node, promised, result)
             self.tiers[rule.tier] += 1
         except (Refusal, UnsupportedDtype) as refusal:
             reason, hint = (refusal.reason, refusal.hint) if isinstance(refusal, Refusal) else (str(refusal), "")
             self.gaps.append((node, Gap(str(node.target), reason, str(ctx.where or ""), hint)))
-            result = self.stand_in(self.specs(node.meta.get("val")))
+            result = self.stand_in(promised)
         if node.target is aten.copy_.default:
             self.mutations.append((node, result))
         self.env[node] = result
+
+    def location(self, node: Node, line: SourceLine | None) -> ir.Location:
+        """The op's name at the user's line; the layers of a model share them."""
+        known = self.locations.get((node.target, line))
+        if known is None:
+            child = ir.Location.file(line.file, line.line, 0) if line else None
+            known = self.locations[node.target, line] = ir.Location.name(str(node.target), childLoc=child)
+        return known
 
     def check(self, node: Node, promised: Any, result: Any) -> None:
         """Raise RuleMismatch unless ``result`` has the types FakeTensor promised."""
@@ -329,15 +337,6 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _location(node: Node, line: SourceLine | None) -> ir.Location:
-    name = (
-        ir.Location.name(str(node.target), childLoc=ir.Location.file(line.file, line.line, 0))
-        if line
-        else ir.Location.name(str(node.target))
-    )
-    return name
-
-
 def lower(
     graph_module: GraphModule, name: str, *, family: str, bindings: Bindings | None = None, donate: bool = False
 ) -> Program:
@@ -389,8 +388,9 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
         if walk.gaps:
             raise _unsupported(walk.gaps, name)
         mutated = _mutations(walk)
-        func.ReturnOp([hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs])
-    return _finish(walk, module, function, name, results, mutated, donate)
+        returned = [hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs]
+        terminator = func.ReturnOp(returned)
+    return _finish(walk, module, function, terminator, name, results, mutated, donate)
 
 
 def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
@@ -409,6 +409,7 @@ def _finish(
     walk: GraphWalk,
     module: ir.Module,
     function: func.FuncOp,
+    terminator: func.ReturnOp,
     name: str,
     results: list[Result],
     mutated: list[tuple[int, int]],
@@ -417,7 +418,7 @@ def _finish(
     seed = [walk._seed] if walk._seed is not None else []
     arguments = [*(i.value for i in walk.inputs), *(v for _, v in walk.constants), *seed]
     _reorder_arguments(walk.block, arguments)
-    types = ir.FunctionType.get([a.type for a in walk.block.arguments], _return_types(walk.block))
+    types = ir.FunctionType.get([a.type for a in walk.block.arguments], [v.type for v in terminator.operands])
     function.attributes["function_type"] = ir.TypeAttr.get(types)
     donated = _donate(walk, function, mutated, len(arguments)) if donate else ()
     module.operation.verify()
@@ -448,11 +449,6 @@ def _reorder_arguments(block: Any, wanted: list[ir.Value]) -> None:
         value.replace_all_uses_with(fresh)
     for _ in wanted:
         block.erase_argument(0)
-
-
-def _return_types(block: Any) -> list[ir.Type]:
-    terminator = list(block.operations)[-1]
-    return [operand.type for operand in terminator.operands]
 
 
 def _donate(walk: GraphWalk, function: func.FuncOp, mutated: list[tuple[int, int]], count: int) -> tuple[int, ...]:
