@@ -250,6 +250,7 @@ _COMBINERS: dict[str, Callable[[Value, Value], Value]] = {
     "minimum": stablehlo.minimum,
     "and": stablehlo.and_,
     "or": stablehlo.or_,
+    "xor": stablehlo.xor,
     "second": lambda a, b: b,
 }
 
@@ -276,7 +277,7 @@ def identity(combiner: str, element: torch.dtype) -> Any:
         return highest(element)
     if combiner == "and":
         return True if element == torch.bool else -1
-    return {"add": 0, "multiply": 1, "or": 0, "second": 0}[combiner]
+    return {"add": 0, "multiply": 1, "or": 0, "xor": 0, "second": 0}[combiner]
 
 
 def region(op: Any, index: int, types: Sequence[ir.Type], body: Callable[..., Any]) -> None:
@@ -339,16 +340,16 @@ def reduce_window(
     return list(op.results)
 
 
-def running(x: Value, axis: int, combiner: str) -> Value:
-    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones, on
-    every platform."""
+def running(x: Value, axis: int, combiner: str | Callable[[Value, Value], Value], init: Any = None) -> Value:
+    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones, everywhere."""
     n = shape(x)[axis]
     if not n:
         return x
     window, padding = [1] * rank(x), [(0, 0)] * rank(x)
     window[axis], padding[axis] = n, (n - 1, 0)
-    init = scalar(identity(combiner, dtype(x)), dtype(x))
-    return reduce_window([x], [init], _COMBINERS[combiner], window, [1] * rank(x), padding)[0]
+    body = _COMBINERS[combiner] if isinstance(combiner, str) else combiner
+    start = scalar(identity(str(combiner), dtype(x)) if init is None else init, dtype(x))
+    return reduce_window([x], [start], body, window, [1] * rank(x), padding)[0]
 
 
 def int_matrix(rows: Sequence[Sequence[int]]) -> ir.Attribute:

@@ -82,7 +82,9 @@ def _wrapped(index: Value, size: int, widest: int, common: Sequence[int]) -> Val
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: LoweringContext, x: Value, indices: Sequence[Value | None]) -> Value:
     if any(i is not None and _is_mask(i) for i in indices):
-        ctx.refuse("a boolean mask as an index has a result whose shape depends on data", "use torch.where, or mask the values")
+        ctx.refuse(
+            "a boolean mask as an index has a result whose shape depends on data", "use torch.where, or mask the values"
+        )
     if all(i is None for i in indices):
         return x
     if not ctx.out.numel:
@@ -128,7 +130,14 @@ def _without_leading_ones(values: Value, rank: int) -> Value:
 
 
 def scatter_at(
-    x: Value, vectors: Value, updates: Value, combine: Combine, *, update_window: Sequence[int], dims: Sequence[int], **batching: Any
+    x: Value,
+    vectors: Value,
+    updates: Value,
+    combine: Combine,
+    *,
+    update_window: Sequence[int],
+    dims: Sequence[int],
+    **batching: Any,
 ) -> Value:
     """Combine ``updates`` into ``x`` at index vectors. 16-bit sums and products accumulate in float32 and are rounded once."""
     kind = hlo.dtype(x)

@@ -1,4 +1,4 @@
-"""Ops that take a mask of the tensor's own shape."""
+"""Ops that take a mask of the tensor's own shape, or pack what a mask picks into a result of known size."""
 
 from __future__ import annotations
 
@@ -41,3 +41,25 @@ def masked_scatter_backward(ctx: LoweringContext, grad_output: Value, mask: Valu
         scatter_dims=[0],
     )
     return hlo.reshape(packed, out.shape)
+
+
+@lowers(aten.nonzero_static.default)
+def nonzero_static(ctx: LoweringContext, x: Value, *, size: int, fill_value: int = -1) -> Value:
+    """Positions of the first ``size`` nonzero elements, row by row; the rest is ``fill_value``."""
+    total, shape = hlo.numel(x), hlo.shape(x)
+    table = hlo.full(fill_value, torch.int64, ctx.out.shape)
+    if not ctx.out.numel or not total:
+        return table
+    flat = hlo.reshape(hlo.convert(x, torch.bool), [total])
+    places = hlo.select(flat, true_positions(flat), hlo.full(size, torch.int32, [total]))
+    axes = [hlo.reshape(hlo.iota(shape, i, torch.int64), [total, 1]) for i in range(len(shape))]
+    (packed,) = hlo.scatter(
+        [table],
+        hlo.unsqueeze(places, 1),
+        [hlo.concatenate(axes, 1)],
+        "second",
+        update_window_dims=[1],
+        inserted=[0],
+        scatter_dims=[0],
+    )
+    return packed

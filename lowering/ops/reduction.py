@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,3 +207,43 @@ def logsumexp(ctx: LoweringContext, x: Value, dim: Any, keepdim: bool = False) -
     shifted = stablehlo.subtract(x, hlo.broadcast(hlo.reshape(top, kept), hlo.shape(x)))
     total = hlo.reduce(stablehlo.exponential(shifted), dims, "add")
     return _finish(ctx.out, stablehlo.add(stablehlo.log(total), top))
+
+
+# ---- norms and hashes
+
+
+@lowers(aten.linalg_vector_norm.default)
+def linalg_vector_norm(
+    ctx: LoweringContext, x: Value, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    kind = dtypes.opmath(ctx.out.dtype)
+    x = hlo.convert(x, dtypes.complex_of(kind) if hlo.dtype(x).is_complex else kind)
+    return _finish(ctx.out, vector_norm(x, axes(dim, hlo.rank(x)), float(ord)))
+
+
+def vector_norm(x: Value, dims: Sequence[int], order: float) -> Value:
+    """The norm of the given order over ``dims`` (dropped); ``x`` is float32 or wider, or complex."""
+    if order == 0:
+        return hlo.reduce(hlo.convert(hlo.convert(x, torch.bool), dtypes.real(hlo.dtype(x))), dims, "add")
+    if order == 2:
+        parts = [stablehlo.real(x), stablehlo.imag(x)] if hlo.dtype(x).is_complex else [x]
+        squares = [stablehlo.multiply(p, p) for p in parts]
+        return stablehlo.sqrt(hlo.reduce(squares[0] if len(squares) == 1 else stablehlo.add(*squares), dims, "add"))
+    size = stablehlo.abs(x)
+    if math.isinf(order):
+        return hlo.reduce(size, dims, "maximum" if order > 0 else "minimum")
+    if order == 1:
+        return hlo.reduce(size, dims, "add")
+    total = hlo.reduce(stablehlo.power(size, hlo.full_like(size, order)), dims, "add")
+    return stablehlo.power(total, hlo.full_like(total, 1 / order))
+
+
+@lowers(aten.hash_tensor.default)
+def hash_tensor(ctx: LoweringContext, x: Value, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> Value:
+    """The exclusive or of all elements: of floats the bits as float64, of integers the sign-extended 64 bits."""
+    if hlo.dtype(x).is_floating_point:
+        wide = hlo.convert(x, torch.float64)
+        bits = stablehlo.bitcast_convert(hlo.tensor_type(hlo.shape(x), torch.uint64), wide)
+    else:
+        bits = hlo.convert(hlo.convert(x, torch.int64), torch.uint64)
+    return hlo.reshape(hlo.reduce(bits, axes(dim, hlo.rank(x)), "xor"), ctx.out.shape)

@@ -122,3 +122,15 @@ def _average(total: Value, hits: Value) -> Value:
     if dtypes.is_integer(hlo.dtype(total)):
         return floor_quotient(total, count, hlo.dtype(total))
     return stablehlo.divide(total, count)
+
+
+@lowers(aten.index_reduce.default)
+def index_reduce(
+    ctx: LoweringContext, x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
+) -> Value:
+    if not hlo.rank(x):
+        index, source = hlo.reshape(index, ()), hlo.reshape(source, ())
+    else:
+        index = hlo.reshape(index, [hlo.numel(index)])
+        index = hlo.broadcast_in_dim(index, hlo.shape(source), [axis(dim, hlo.rank(x))])
+    return reduce_along(x, dim, index, source, reduce, include_self)

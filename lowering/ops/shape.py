@@ -73,6 +73,13 @@ def clamp_range(start: int | None, end: int | None, size: int) -> tuple[int, int
     return low, max(low, high)
 
 
+@lowers(aten.narrow_copy.default)
+def narrow_copy(ctx: LoweringContext, x: Value, dim: int, start: int, length: int) -> Value:
+    at = axis(dim, hlo.rank(x))
+    start += hlo.shape(x)[at] if start < 0 else 0
+    return hlo.slice_axis(x, at, start, start + length)
+
+
 @lowers(aten.select.int, aten.select_copy.int)
 def select(ctx: LoweringContext, x: Value, dim: int, index: int) -> Value:
     at = axis(dim, hlo.rank(x))
@@ -224,25 +231,61 @@ def unfold(ctx: LoweringContext, x: Value, dimension: int, size: int, step: int)
     at = axis(dimension, hlo.rank(x))
     if not hlo.rank(x):
         return hlo.reshape(x, ctx.out.shape)
-    count = ctx.out.shape[at]
-    windows = [hlo.slice_axis(x, at, i, i + (count - 1) * step + 1, step) for i in range(size)]
-    if not windows:
+    if not ctx.out.numel:
         return hlo.full(0, ctx.out.dtype, ctx.out.shape)
-    return hlo.concatenate([hlo.unsqueeze(w, hlo.rank(w)) for w in windows], hlo.rank(x))
+    count, rank = ctx.out.shape[at], hlo.rank(x)
+    starts = hlo.iota([count], 0)
+    starts = stablehlo.multiply(starts, hlo.full_like(starts, step))
+    windows = hlo.gather(
+        x,
+        starts,
+        offset_dims=[i for i in range(rank + 1) if i != at],
+        collapsed=[],
+        start_index_map=[at],
+        slice_sizes=[size if i == at else s for i, s in enumerate(hlo.shape(x))],
+        index_vector_dim=1,
+        sorted_=True,
+    )
+    return hlo.move_axis(windows, at + 1, rank)
+
+
+def _diagonal_last(x: Value, dim1: int, dim2: int) -> list[int]:
+    """The order of axes that puts the diagonal's two axes last."""
+    a, b = axis(dim1, hlo.rank(x)), axis(dim2, hlo.rank(x))
+    return [*(i for i in range(hlo.rank(x)) if i not in (a, b)), a, b]
 
 
 @lowers(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(ctx: LoweringContext, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
-    a, b = axis(dim1, hlo.rank(x)), axis(dim2, hlo.rank(x))
-    order = [i for i in range(hlo.rank(x)) if i not in (a, b)] + [a, b]
-    x = hlo.transpose(x, order)
+    """In row-major memory a diagonal is every (columns + 1)-th element."""
+    x = hlo.transpose(x, _diagonal_last(x, dim1, dim2))
     length = ctx.out.shape[-1]
-    row, column = max(-offset, 0), max(offset, 0)
-    x = hlo.slice_axis(hlo.slice_axis(x, hlo.rank(x) - 2, row, row + length), hlo.rank(x) - 1, column, column + length)
-    sizes = hlo.shape(x)[-2:]
-    on = hlo.compare(hlo.iota(sizes, 0), hlo.iota(sizes, 1), "EQ")
-    kept = hlo.select(hlo.broadcast(on, hlo.shape(x)), x, hlo.full_like(x, 0))
-    return hlo.reduce(kept, [hlo.rank(x) - 1], "or" if hlo.dtype(x) == torch.bool else "add")
+    if not ctx.out.numel:
+        return hlo.full(0, ctx.out.dtype, ctx.out.shape)
+    *lead, rows, columns = hlo.shape(x)
+    start = offset if offset >= 0 else -offset * columns
+    flat = hlo.reshape(x, [*lead, rows * columns])
+    return hlo.slice_axis(flat, len(lead), start, start + (length - 1) * (columns + 1) + 1, columns + 1)
+
+
+@lowers(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ctx: LoweringContext, x: Value, src: Value, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Value:
+    order = _diagonal_last(x, dim1, dim2)
+    square = hlo.transpose(x, order)
+    *lead, rows, columns = hlo.shape(square)
+    row, length = max(-offset, 0), hlo.shape(src)[-1]
+    if not hlo.numel(src):
+        return x
+    low, high = [0] * hlo.rank(src), [0] * hlo.rank(src)
+    low[-1], high[-1] = row, rows - row - length
+    values = hlo.pad(hlo.convert(src, hlo.dtype(x)), 0, low, high)
+    values = hlo.broadcast_in_dim(values, hlo.shape(square), range(len(lead) + 1))
+    i, j = hlo.iota([rows, columns], 0), hlo.iota([rows, columns], 1)
+    on = hlo.compare(j, stablehlo.add(i, hlo.full_like(i, offset)), "EQ")
+    on = hlo.broadcast_in_dim(on, hlo.shape(square), [len(lead), len(lead) + 1])
+    return hlo.transpose(hlo.select(on, values, square), np.argsort(order).tolist())
 
 
 @lowers(aten.slice_scatter.default)

@@ -1,14 +1,13 @@
-"""Sorting and searching. NaN counts as the greatest number, as torch has it: last when ascending, first when descending."""
+"""Sorting and picking by rank. NaN counts as the greatest number, as torch has it: last if ascending, first if descending."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxlib.mlir.dialects import chlo, stablehlo
 
-from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering import hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.indexing import take_along
@@ -16,9 +15,6 @@ from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
-
-SMALL_SEARCH = 128
-"""Up to this many boundaries, comparing with all of them beats a binary search, whose every step is a gather."""
 
 
 def before(a: Value, b: Value, descending: bool = False) -> Value:
@@ -33,15 +29,15 @@ def before(a: Value, b: Value, descending: bool = False) -> Value:
     return stablehlo.or_(less, stablehlo.and_(hlo.is_nan(b), stablehlo.not_(hlo.is_nan(a))))
 
 
-def sort_with_positions(x: Value, at: int, descending: bool) -> tuple[Value, Value]:
+def sort_with_positions(x: Value, at: int, descending: bool = False) -> tuple[Value, Value]:
     """(sorted values, their former positions as i32), stable."""
     positions = hlo.iota(hlo.shape(x), at)
     values, order = hlo.sort([x, positions], at, lambda a, b, *_: before(a, b, descending))
     return values, order
 
 
-def _sorted(ctx: LoweringContext, x: Value, dim: int, descending: bool) -> tuple[Value, Value]:
-    if hlo.rank(x) == 0:
+def _sorted(x: Value, dim: int, descending: bool) -> tuple[Value, Value]:
+    if not hlo.rank(x):
         return x, hlo.full(0, torch.int64, ())
     values, order = sort_with_positions(x, axis(dim, hlo.rank(x)), descending)
     return values, hlo.convert(order, torch.int64)
@@ -49,14 +45,14 @@ def _sorted(ctx: LoweringContext, x: Value, dim: int, descending: bool) -> tuple
 
 @lowers(aten.sort.default)
 def sort(ctx: LoweringContext, x: Value, dim: int = -1, descending: bool = False) -> tuple[Value, Value]:
-    return _sorted(ctx, x, dim, descending)
+    return _sorted(x, dim, descending)
 
 
 @lowers(aten.sort.stable)
 def sort_stable(
     ctx: LoweringContext, x: Value, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[Value, Value]:
-    return _sorted(ctx, x, dim, descending)
+    return _sorted(x, dim, descending)
 
 
 @lowers(aten.topk.default)
@@ -73,7 +69,7 @@ def topk(
 
 
 def _top_floats(x: Value, k: int, at: int) -> tuple[Value, Value]:
-    """XLA's own top-k, which is fast for float32 and orders by sign bit: NaNs are made positive, so that they come first."""
+    """XLA's own top-k: fast for float32, and ordered by sign bit, so that NaNs are made positive to come first."""
     kind, last = hlo.dtype(x), hlo.rank(x) - 1
     key = hlo.move_axis(hlo.convert(x, torch.float32), at, last)
     key = hlo.select(hlo.is_nan(key), hlo.full_like(key, math.nan), key)
@@ -83,91 +79,98 @@ def _top_floats(x: Value, k: int, at: int) -> tuple[Value, Value]:
     return hlo.move_axis(hlo.convert(values, kind), last, at), hlo.move_axis(hlo.convert(order, torch.int64), last, at)
 
 
-# ---- searching
+# ---- one element by rank
 
 
-def search(boundaries: Value, values: Value, right: bool) -> Value:
-    """For each of ``values`` [batch…, m], how many of the sorted ``boundaries`` [batch…, n] stand before it (i32). A NaN stands after all."""
-    direction = "GT" if right else "GE"
-    n = hlo.shape(boundaries)[-1]
-    if n <= SMALL_SEARCH:
-        sizes, last = [*hlo.shape(values), n], hlo.rank(values)
-        wall = hlo.broadcast_in_dim(boundaries, sizes, [*range(last - 1), last])
-        beyond = stablehlo.not_(hlo.compare(wall, hlo.broadcast_in_dim(values, sizes, range(last)), direction))
-        return hlo.reduce(hlo.convert(beyond, torch.int32), [last], "add")
-    return _binary_search(boundaries, values, direction)
+def _picked(ctx: LoweringContext, value: Value, position: Value) -> tuple[Value, Value]:
+    values, indices = ctx.outs
+    return hlo.reshape(value, values.shape), hlo.reshape(hlo.convert(position, torch.int64), indices.shape)
 
 
-def _binary_search(boundaries: Value, values: Value, direction: str) -> Value:
-    n = hlo.shape(boundaries)[-1]
-    low, high = hlo.full(0, torch.int32, hlo.shape(values)), hlo.full(n, torch.int32, hlo.shape(values))
-    steps = hlo.scalar(n.bit_length(), torch.int32)
-
-    def more(step: Value, *_: Value) -> Value:
-        return hlo.compare(step, hlo.scalar(0, torch.int32), "GT")
-
-    def narrow(step: Value, low: Value, high: Value, boundaries: Value, values: Value) -> list[Value]:
-        middle = stablehlo.divide(stablehlo.add(low, high), hlo.full_like(low, 2))
-        there = take_along(boundaries, middle, hlo.rank(boundaries) - 1)
-        open_ = hlo.compare(low, high, "LT")
-        beyond = stablehlo.and_(open_, stablehlo.not_(hlo.compare(there, values, direction)))
-        stays = stablehlo.and_(open_, hlo.compare(there, values, direction))
-        raised = hlo.select(beyond, stablehlo.add(middle, hlo.full_like(middle, 1)), low)
-        return [stablehlo.subtract(step, hlo.scalar(1, torch.int32)), raised, hlo.select(stays, middle, high), boundaries, values]
-
-    return hlo.while_([steps, low, high, boundaries, values], more, narrow)[1]
+@lowers(aten.kthvalue.default)
+def kthvalue(ctx: LoweringContext, x: Value, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Value, Value]:
+    if not hlo.rank(x):
+        return _picked(ctx, x, hlo.full(0, torch.int32, ()))
+    at = axis(dim, hlo.rank(x))
+    values, order = sort_with_positions(x, at)
+    return _picked(ctx, hlo.slice_axis(values, at, k - 1, k), hlo.slice_axis(order, at, k - 1, k))
 
 
-def _common(boundaries: Value, values: Value) -> tuple[Value, Value]:
-    kind = dtypes.promote([(hlo.dtype(boundaries), 1), (hlo.dtype(values), 1)])
-    return hlo.convert(boundaries, kind), hlo.convert(values, kind)
+def _median(x: Value, at: int, ignore_nan: bool) -> tuple[Value, Value]:
+    """(lower median, its position), the axis kept as size 1. A NaN is the median, unless ignored; the first one, then."""
+    values, order = sort_with_positions(x, at)
+    n = hlo.shape(x)[at]
+    sizes = [1 if i == at else s for i, s in enumerate(hlo.shape(x))]
+    rank = hlo.full((n - 1) // 2, torch.int32, sizes)
+    if hlo.dtype(x).is_floating_point:
+        numbers = hlo.convert(stablehlo.not_(hlo.is_nan(x)), torch.int32)
+        count = hlo.reshape(hlo.reduce(numbers, [at], "add"), sizes)
+        rank = _median_rank(count, n, ignore_nan)
+    return take_along(values, rank, at), take_along(order, rank, at)
 
 
-@lowers(aten.bucketize.Tensor)
-def bucketize(ctx: LoweringContext, x: Value, boundaries: Value, *, out_int32: bool = False, right: bool = False) -> Value:
-    boundaries, x = _common(boundaries, hlo.reshape(x, [hlo.numel(x)]))
-    return hlo.reshape(hlo.convert(search(boundaries, x, right), ctx.out.dtype), ctx.out.shape)
+def _median_rank(count: Value, n: int, ignore_nan: bool) -> Value:
+    """The place of the median among sorted values of which ``count`` are numbers and the rest, at the end, NaN."""
+    if not ignore_nan:
+        return hlo.select(
+            hlo.compare(count, hlo.full_like(count, n), "EQ"), hlo.full_like(count, (n - 1) // 2), count
+        )
+    last = stablehlo.maximum(stablehlo.subtract(count, hlo.full_like(count, 1)), hlo.full_like(count, 0))
+    return stablehlo.divide(last, hlo.full_like(count, 2))
 
 
-@lowers(aten.bucketize.Scalar)
-def bucketize_scalar(
-    ctx: LoweringContext, x: Any, boundaries: Value, *, out_int32: bool = False, right: bool = False
-) -> Value:
-    return bucketize(ctx, hlo.scalar(x, hlo.dtype(boundaries)), boundaries, out_int32=out_int32, right=right)
+def _median_of_all(ctx: LoweringContext, x: Value, ignore_nan: bool) -> Value:
+    if not hlo.numel(x):
+        return hlo.full(math.nan if ctx.out.dtype.is_floating_point else 0, ctx.out.dtype, ctx.out.shape)
+    value, _ = _median(hlo.reshape(x, [hlo.numel(x)]), 0, ignore_nan)
+    return hlo.reshape(value, ctx.out.shape)
 
 
-@lowers(aten.searchsorted.Tensor)
-def searchsorted(
-    ctx: LoweringContext,
-    sorted_sequence: Value,
-    x: Value,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Value | None = None,
-) -> Value:
-    right = right or side == "right"
-    if sorter is not None:
-        sorted_sequence = take_along(sorted_sequence, sorter, hlo.rank(sorter) - 1)
-    if hlo.rank(sorted_sequence) == 1:
-        x = hlo.reshape(x, [hlo.numel(x)])
-    sequence, x = _common(sorted_sequence, x)
-    return hlo.reshape(hlo.convert(search(sequence, x, right), ctx.out.dtype), ctx.out.shape)
+def _median_of_axis(ctx: LoweringContext, x: Value, dim: int, ignore_nan: bool) -> tuple[Value, Value]:
+    if not hlo.rank(x):
+        return _picked(ctx, x, hlo.full(0, torch.int32, ()))
+    return _picked(ctx, *_median(x, axis(dim, hlo.rank(x)), ignore_nan))
 
 
-@lowers(aten.searchsorted.Scalar)
-def searchsorted_scalar(
-    ctx: LoweringContext,
-    sorted_sequence: Value,
-    x: Any,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Value | None = None,
-) -> Value:
-    value = hlo.scalar(x, hlo.dtype(sorted_sequence))
-    return searchsorted(ctx, sorted_sequence, value, out_int32=out_int32, right=right, side=side, sorter=sorter)
+@lowers(aten.median.default)
+def median(ctx: LoweringContext, x: Value) -> Value:
+    return _median_of_all(ctx, x, ignore_nan=False)
 
 
+@lowers(aten.nanmedian.default)
+def nanmedian(ctx: LoweringContext, x: Value) -> Value:
+    return _median_of_all(ctx, x, ignore_nan=True)
+
+
+@lowers(aten.median.dim)
+def median_dim(ctx: LoweringContext, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    return _median_of_axis(ctx, x, dim, ignore_nan=False)
+
+
+@lowers(aten.nanmedian.dim)
+def nanmedian_dim(ctx: LoweringContext, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, Value]:
+    return _median_of_axis(ctx, x, dim, ignore_nan=True)
+
+
+@lowers(aten.mode.default)
+def mode(ctx: LoweringContext, x: Value, dim: int = -1, keepdim: bool = False) -> tuple[Value, Value]:
+    """The smallest of the most frequent values, and its last position: the end of the first longest run once sorted."""
+    if not hlo.rank(x):
+        return _picked(ctx, x, hlo.full(0, torch.int32, ()))
+    at = axis(dim, hlo.rank(x))
+    values, order = sort_with_positions(x, at)
+    n = hlo.shape(x)[at]
+    counts = hlo.iota(hlo.shape(x), at)
+    same = hlo.compare(hlo.slice_axis(values, at, 1, n), hlo.slice_axis(values, at, 0, n - 1), "EQ")
+    edge = [0] * hlo.rank(x)
+    edge[at] = 1
+    same = hlo.pad(same, False, edge, [0] * hlo.rank(x))
+    start = hlo.running(hlo.select(same, hlo.full_like(counts, 0), counts), at, "maximum")
+    length = stablehlo.subtract(counts, start)
+    longest = hlo.broadcast_in_dim(
+        hlo.reduce(length, [at], "maximum"), hlo.shape(x), [i for i in range(hlo.rank(x)) if i != at]
+    )
+    ends = hlo.select(hlo.compare(length, longest, "EQ"), counts, hlo.full_like(counts, n - 1))
+    sizes = [1 if i == at else s for i, s in enumerate(hlo.shape(x))]
+    rank = hlo.reshape(hlo.reduce(ends, [at], "minimum"), sizes)
+    return _picked(ctx, take_along(values, rank, at), take_along(order, rank, at))
