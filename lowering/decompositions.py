@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
+from tpu_compile.lowering.determinants import DETERMINANTS
 from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
@@ -26,6 +27,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         **_core_aten_decompositions_post_autograd(),
         **get_decompositions(ALSO_DECOMPOSED),
+        **DETERMINANTS,
     }
     always = {overload for packet in ALSO_DECOMPOSED for overload in _overloads(packet)}
     for op in registry:

@@ -4,7 +4,8 @@
     tpu_compile.stats()                                      what happened, as a dict of counters
     with tpu_compile.override(cache=False): ...              knobs; see tpu_compile.config
     tpu_compile.trace(model, x).lower().compile()            the stages, one at a time
-    tpu_compile.lowers(my_op)                                a rule for an operator of your own
+    tpu_compile.lowers(my_op)                                a rule for an operator of your own, in StableHLO
+    tpu_compile.lowers_jnp(my_op)                            the same, as a jax.numpy function
 
 Importing this package loads neither torch, jaxlib nor jax. (`tpu_compile.stats` and `tpu_compile.config` are the
 function and the object, not
@@ -37,10 +38,15 @@ from tpu_compile.errors import (
 from tpu_compile.stats import reset_stats, stats
 
 if TYPE_CHECKING:
+    from tpu_compile.lowering.jnp import lowers_jnp
     from tpu_compile.lowering.registry import lowers
     from tpu_compile.stages import trace
 
-_LAZY = {"trace": "tpu_compile.stages", "lowers": "tpu_compile.lowering.registry"}
+_LAZY = {
+    "trace": "tpu_compile.stages",
+    "lowers": "tpu_compile.lowering.registry",
+    "lowers_jnp": "tpu_compile.lowering.jnp",
+}
 
 __all__ = [
     "BadCall",
@@ -60,6 +66,7 @@ __all__ = [
     "UnsupportedOp",
     "config",
     "lowers",
+    "lowers_jnp",
     "override",
     "reset_stats",
     "stats",

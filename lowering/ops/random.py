@@ -150,7 +150,7 @@ def _normal(ctx: LoweringContext, key: Value, mean: Any, std: Any) -> Value:
     out = ctx.out
     values = normal_values(key, out.shape, out.dtype)
     kind = hlo.dtype(values)
-    if not isinstance(mean, Value) and kind.is_complex:
+    if not hlo.is_value(mean) and kind.is_complex:
         mean = complex(mean, mean)
     mean, std = (operand(v, kind, out.shape) for v in (mean, std))
     return hlo.convert(stablehlo.add(mean, stablehlo.multiply(std, values)), out.dtype)
@@ -362,22 +362,12 @@ def _largest_first(x: Value, count: int) -> Value:
     return hlo.slice_axis(ordered, axis, 0, count)
 
 
-def running(x: Value, combine: Callable[[Value, Value], Value], start: float) -> Value:
-    """Running combination along the last axis, in log2 steps."""
-    axis, size, step = hlo.rank(x) - 1, hlo.shape(x)[-1], 1
-    low, high = [0] * hlo.rank(x), [0] * hlo.rank(x)
-    while step < size:
-        low[axis] = step
-        x = combine(x, hlo.pad(hlo.slice_axis(x, axis, 0, size - step), start, low, high))
-        step *= 2
-    return x
-
-
 def _distribution(weights: Value) -> Value:
     """Running sums that an element of weight 0 leaves exactly as they were, so that it can never be drawn."""
-    sums = running(weights, stablehlo.add, 0.0)
+    axis = hlo.rank(weights) - 1
+    sums = hlo.running(weights, axis, "add")
     positive = hlo.compare(weights, hlo.full_like(weights, 0), "GT")
-    return running(hlo.select(positive, sums, hlo.full_like(sums, -math.inf)), stablehlo.maximum, -math.inf)
+    return hlo.running(hlo.select(positive, sums, hlo.full_like(sums, -math.inf)), axis, "maximum")
 
 
 def _search(distribution: Value, key: Value, sizes: Any) -> Value:
