@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
@@ -109,7 +110,8 @@ def aot_graphs(
         decompositions=decompositions(),
         keep_inference_input_mutations=True,
     )
-    return aot(graph_module, example_inputs)
+    with functorch_config.patch(unlift_effect_tokens=True):  # tokens are no arguments of a program
+        return aot(graph_module, example_inputs)
 
 
 def _source(node: torch.fx.Node) -> str:

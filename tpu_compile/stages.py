@@ -212,6 +212,36 @@ class Compiled:
         """Bytes that the program needs on its device."""
         return self.built.executable.memory_analysis()  # type: ignore[no-any-return]
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What each input of the program is, as the user would write it: ``self.linear.weight``."""
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        names = [n.meta.get("argument", n.name) for n in placeholders]
+        return tuple(names[position] for position in self.program.arguments)
+
+    @property
+    def overwritten(self) -> dict[str, str]:
+        """Each argument that the program writes to, and whether its buffer is donated to the new contents, or why not."""
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        return {
+            placeholders[position].meta.get("argument", placeholders[position].name): self._donation(
+                position, placeholders[position].meta["val"]
+            )
+            for position, _ in self.program.mutated
+        }
+
+    def _donation(self, position: int, value: torch.Tensor) -> str:
+        given = self.program.arguments
+        if position not in given:
+            return "not donated: its old contents are never read, so it is no input"
+        index = given.index(position)
+        if index in self.program.donated:
+            return "donated"
+        if value.device.type == "cpu":
+            return "not donated: the memory of a CPU tensor is its owner's; the result is copied into it"
+        assert self.program.inputs[index].order is None, "a dense device tensor that is overwritten is donated"
+        return "not donated: its strides leave gaps or overlap"
+
     def node_costs(self) -> list[costs.NodeCost]:
         """An estimate for each op of the graph, with the user's line; largest first."""
         return costs.node_costs(self.graph_module, self.bindings)
