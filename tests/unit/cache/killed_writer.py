@@ -1,8 +1,8 @@
 """A process that never stops using the cache, to be killed at any moment: python killed_writer.py SEED
 
-It reads, compiles, writes, evicts and removes among 12 programs, and says "ready" once it does. With ``check`` in place
-of SEED it checks what the killed ones left: every entry sound, every payload right, every lock free, all of it usable;
-and prints the number of entries and of temporary files found.
+It reads, compiles, writes, evicts and removes among 12 programs; "ready": it has written. ``check`` in place
+of SEED checks what the killed ones left: every entry sound, every payload right, every lock free, all of it usable;
+and prints how many entries and temporary files it found.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def key(number: int) -> CacheKey:
 def main(seed: int) -> None:
     rng = random.Random(seed)
     store = CacheStore(Path(os.environ["TPU_COMPILE_CACHE_DIR"]), max_size=CAP)
+    first = rng.randrange(PROGRAMS)
+    assert store.put(key(first), payload(first), compile_seconds=1, metadata={})
     print("ready", flush=True)
     while True:
         number = rng.randrange(PROGRAMS)
