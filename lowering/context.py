@@ -48,6 +48,15 @@ class LoweringContext:
         raise Refusal(reason, hint)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, strides and storage offset of a tensor, in elements. Only ops that speak of memory (``as_strided``) ask for it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 class Walk(Protocol):
     """The part of the graph walk that rules may use."""
 
@@ -57,6 +66,9 @@ class Walk(Protocol):
 
     def subgraph(self, graph_module: torch.fx.GraphModule, arguments: Sequence[Any]) -> list[Any]:
         """Lower a graph inline on ``arguments``; returns its flat outputs."""
+
+    def layout(self, argument: int) -> Layout:
+        """Where the elements of the current op's tensor argument lie in memory, as torch sees it."""
 
     def need_ffi(self, handler: str) -> None:
         """Say that the program calls an FFI handler, which the runtime must register before loading it."""

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from tpu_compile.errors import Gap, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo
-from tpu_compile.lowering.context import LoweringContext, Refusal, SourceLine, make_context, source_line
+from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
 from tpu_compile.lowering.program import Program, Result, TensorSpec
 from tpu_compile.lowering.registry import registry
 
@@ -138,6 +138,7 @@ class GraphWalk:
     ffi: dict[str, None] = field(default_factory=dict)
     tiers: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
+    node: Node | None = None
     _seed: ir.Value | None = None
 
     # ---- what rules may use
@@ -147,6 +148,12 @@ class GraphWalk:
         if self._seed is None:
             self._seed = self.block.add_argument(hlo.tensor_type((2,), torch.uint64), ir.Location.unknown())
         return self._seed
+
+    def layout(self, argument: int) -> Layout:
+        assert self.node is not None
+        value = self.node.args[argument].meta["val"]  # type: ignore[union-attr]
+        shape, stride = tuple(map(self.number, value.shape)), tuple(map(self.number, value.stride()))
+        return Layout(shape, stride, self.number(value.storage_offset()))
 
     def need_ffi(self, handler: str) -> None:
         self.ffi[handler] = None
@@ -229,7 +236,7 @@ class GraphWalk:
         assert rule is not None, f"missing() let {node.target} through"
         ctx = self.ctx
         promised = self.specs(node.meta.get("val"))
-        ctx.where, ctx.out = where(node), promised
+        ctx.where, ctx.out, self.node = where(node), promised, node
         try:
             with self.location(node, ctx.where):
                 result = rule.function(

@@ -226,3 +226,38 @@ def embedding_bag_per_sample_weights_backward(
     dots = hlo.reduce(stablehlo.multiply(mine, rows), [1], "add")
     padding = hlo.compare(indices, hlo.full_like(indices, padding_idx), "EQ")
     return hlo.convert(hlo.select(padding, hlo.full_like(dots, 0), dots), ctx.out.dtype)
+
+
+@lowers(aten._embedding_bag_backward.default)
+def embedding_bag_backward(
+    ctx: LoweringContext,
+    grad: Value,
+    indices: Value,
+    offsets: Value,
+    offset2bag: Value,
+    bag_size: Value,
+    maximum_indices: Value,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Value | None,
+    padding_idx: int = -1,
+) -> Value:
+    if sparse:
+        ctx.refuse("a sparse gradient", "use EmbeddingBag(sparse=False)")
+    count = hlo.shape(indices)[0]
+    bag = offset2bag if hlo.shape(offset2bag)[0] == count else _bags(offsets, count)
+    return embedding_bag_dense_backward(
+        ctx,
+        grad,
+        indices,
+        bag,
+        bag_size,
+        maximum_indices,
+        num_weights,
+        scale_grad_by_freq,
+        mode,
+        per_sample_weights,
+        padding_idx,
+    )

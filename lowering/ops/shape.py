@@ -197,35 +197,6 @@ def triu(ctx: LoweringContext, x: Value, diagonal: int = 0) -> Value:
     return _triangle(x, diagonal, "GE")
 
 
-@lowers(aten.as_strided.default, aten.as_strided_copy.default)
-def as_strided(
-    ctx: LoweringContext, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Value:
-    """A gather from the row-major memory of ``x``: what AOTAutograd hands us is never a view of anything larger."""
-    index = np.full((), storage_offset or 0, np.int64)
-    for length, step in zip(size, stride, strict=True):
-        index = index[..., None] + np.arange(length) * step
-    flat = hlo.reshape(x, [hlo.numel(x)])
-    if index.size == 0:
-        return hlo.full(0, ctx.out.dtype, ctx.out.shape)
-    if index.size == hlo.numel(x) and np.array_equal(index.reshape(-1), np.arange(index.size)):
-        return hlo.reshape(flat, size)
-    return take_static(flat, index)
-
-
-def take_static(flat: Value, index: np.ndarray) -> Value:
-    """Elements of a 1-dim value at known positions; an affine pattern is built from iotas, so that no table lands in the program."""
-    positions = hlo.full(int(index.flat[0]), torch.int32, index.shape)
-    for at in range(index.ndim):
-        if index.shape[at] > 1:
-            step = int(np.take(index, 1, at).flat[0] - index.flat[0])
-            counts = hlo.iota(index.shape, at)
-            positions = stablehlo.add(positions, stablehlo.multiply(counts, hlo.full_like(counts, step)))
-    return hlo.gather(
-        flat, hlo.unsqueeze(positions, index.ndim), offset_dims=(), collapsed=(0,), start_index_map=(0,), slice_sizes=(1,)
-    )
-
-
 @lowers(aten.unfold.default)
 def unfold(ctx: LoweringContext, x: Value, dimension: int, size: int, step: int) -> Value:
     at = axis(dimension, hlo.rank(x))
