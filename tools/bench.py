@@ -61,12 +61,13 @@ def main() -> int:
     console, rows, skipped = Console(), [], []
     with tempfile.TemporaryDirectory(prefix="tpu-compile-bench-") as cache, tpu_compile.override(cache_dir=cache):
         for part in measured(given.only, settings, given.quick):
-            report.show(console, part)
             rows += part
+            report.show(console, part, rows)
     if given.peer_python:
-        others, why_not = sections.peer(given.peer_python, settings)
+        names = ["mlp" if part == "calls" else part for part in given.only if part in ("calls", *sections.NETWORKS)]
+        others, why_not = sections.peer(given.peer_python, settings, names)
         rows += others
-        report.show(console, others)
+        report.show(console, others, rows)
         skipped += [why_not] if why_not else []
     for line in skipped:
         console.print(f"[yellow]skipped[/] {line}", highlight=False)

@@ -54,5 +54,5 @@ def rows(name: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    found = [row for name in torch_models.MODELS for row in rows(name, int(sys.argv[1]), float(sys.argv[2]))]
-    print(json.dumps(found))
+    _, rounds, seconds, *names = sys.argv
+    print(json.dumps([row for name in names for row in rows(name, int(rounds), float(seconds))]))

@@ -89,13 +89,13 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str]) -> dict[str, Any]:
     return {"versions": versions(), "rows": [asdict(row) for row in rows], "targets": checked, "skipped": list(skipped)}
 
 
-def show(console: Console, rows: Sequence[Row]) -> None:
-    """A table for each section, each number with its ratio to ours."""
+def show(console: Console, rows: Sequence[Row], known: Sequence[Row]) -> None:
+    """A table for each section of ``rows``, each number with its ratio to ours, which is among ``known``."""
     for _, section in itertools.groupby(rows, lambda row: row.section):
-        _show_section(console, list(section))
+        _show_section(console, list(section), known)
 
 
-def _show_section(console: Console, rows: Sequence[Row]) -> None:
+def _show_section(console: Console, rows: Sequence[Row], known: Sequence[Row]) -> None:
     table = Table("", "system", rows[0].unit, "÷ ours", "", title=rows[0].section, title_justify="left")
     for column in table.columns[2:4]:
         column.justify = "right"
@@ -103,7 +103,7 @@ def _show_section(console: Console, rows: Sequence[Row]) -> None:
     for row in rows:
         if row.what != previous and previous:
             table.add_section()
-        ours = find(rows, row.section, row.what, "tpu")
+        ours = find(known, row.section, row.what, "tpu")
         ratio = f"{row.value / ours:.2f}" if ours and row.system != "tpu" else ""
         table.add_row(row.what * (row.what != previous), row.system, f"{row.value:,.1f}", ratio, row.detail)
         previous = row.what

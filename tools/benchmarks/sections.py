@@ -6,7 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,10 @@ def import_time(settings: Settings) -> list[Row]:
     return [Row("import", "beyond torch", "tpu_compile", milliseconds, "ms")]
 
 
-def peer(python: str, settings: Settings) -> tuple[list[Row], str]:
-    """PyTorch/XLA's rows, measured by another interpreter, and why there are none if there are none."""
+def peer(python: str, settings: Settings, names: Sequence[str]) -> tuple[list[Row], str]:
+    """PyTorch/XLA's rows for some networks, measured by another interpreter, or why there are none."""
     program = Path(__file__).with_name("peer.py")
-    command = [python, str(program), str(settings.rounds), str(settings.seconds)]
+    command = [python, str(program), str(settings.rounds), str(settings.seconds), *names]
     try:
         run = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
@@ -112,4 +112,5 @@ def peer(python: str, settings: Settings) -> tuple[list[Row], str]:
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
         return [], f"PyTorch/XLA: {python} ended with status {run.returncode}: {last[0]}"
-    return [Row(**row) for row in json.loads(run.stdout.splitlines()[-1])], ""
+    rows = [Row(**row) for row in json.loads(run.stdout.splitlines()[-1])]
+    return sorted(rows, key=lambda row: row.section), ""
