@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from jaxlib.mlir.dialects import chlo, stablehlo
 
-from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering import hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.registry import elementwise, lowers
+from tpu_compile.lowering.ops.complex import COMPLEX, magnitude
+from tpu_compile.lowering.ops.division import trunc_value
+from tpu_compile.lowering.registry import elementwise, lowers, operand
 
 aten = torch.ops.aten
 
@@ -19,8 +21,6 @@ aten = torch.ops.aten
 
 ROUNDED = {
     aten.neg.default: stablehlo.negate,
-    aten.bitwise_not.default: stablehlo.not_,
-    aten.sqrt.default: stablehlo.sqrt,
     aten.positive.default: lambda x: x,
 }
 """One correctly rounded operation: the 16-bit floats need no detour through float32."""
@@ -30,6 +30,7 @@ FUNCTIONS = {
     aten.expm1.default: stablehlo.exponential_minus_one,
     aten.log.default: stablehlo.log,
     aten.log1p.default: stablehlo.log_plus_one,
+    aten.sqrt.default: stablehlo.sqrt,
     aten.rsqrt.default: stablehlo.rsqrt,
     aten.sin.default: stablehlo.sine,
     aten.cos.default: stablehlo.cosine,
@@ -48,24 +49,14 @@ FUNCTIONS = {
     aten.erfc.default: chlo.erfc,
     aten.erfinv.default: chlo.erf_inv,
     aten.lgamma.default: chlo.lgamma,
-    aten.digamma.default: chlo.digamma,
 }
 
 
 def unary(build: Any) -> Any:
-    """A rule that is one builder of one operand."""
+    """A rule that is one builder of one operand, or that builder's complex counterpart."""
 
     def rule(ctx: LoweringContext, x: Value) -> Value:
-        return build(x)
-
-    return rule
-
-
-def binary(build: Any) -> Any:
-    """A rule that is one builder of two operands."""
-
-    def rule(ctx: LoweringContext, x: Value, other: Value) -> Value:
-        return build(x, other)
+        return COMPLEX.get(build, build)(x) if hlo.dtype(x).is_complex else build(x)
 
     return rule
 
@@ -79,109 +70,54 @@ for _op, _build in FUNCTIONS.items():
 # ---- arithmetic
 
 
-def scaled(x: Value, alpha: Any) -> Value:
-    """``alpha * x``."""
-    return x if alpha == 1 else stablehlo.multiply(x, hlo.full_like(x, alpha))
+def scaled(ctx: LoweringContext, x: Value, alpha: Any) -> Value:
+    """``alpha * x``, with ``alpha`` in the result's dtype."""
+    kept, kind = ctx.out.dtype, hlo.dtype(x)
+    return x if alpha == 1 else stablehlo.multiply(x, operand(alpha, kind, hlo.shape(x), kept))
 
 
 @elementwise(aten.add.Tensor, aten.add.Scalar)
 def add(ctx: LoweringContext, x: Value, other: Value, alpha: Any = 1) -> Value:
-    return stablehlo.add(x, scaled(other, alpha))
+    return stablehlo.add(x, scaled(ctx, other, alpha))
 
 
 @elementwise(aten.sub.Tensor, aten.sub.Scalar)
 def sub(ctx: LoweringContext, x: Value, other: Value, alpha: Any = 1) -> Value:
-    return stablehlo.subtract(x, scaled(other, alpha))
+    return stablehlo.subtract(x, scaled(ctx, other, alpha))
 
 
 @elementwise(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(ctx: LoweringContext, x: Value, other: Value, alpha: Any = 1) -> Value:
-    return stablehlo.subtract(other, scaled(x, alpha))
+    return stablehlo.subtract(other, scaled(ctx, x, alpha))
 
 
-@elementwise(aten.mul.Tensor, aten.mul.Scalar, opmath=False)
+@elementwise(aten.mul.Tensor, aten.mul.Scalar, opmath=False, wide=("other",))
 def mul(ctx: LoweringContext, x: Value, other: Value) -> Value:
     return stablehlo.multiply(x, other)
-
-
-@elementwise(aten.div.Tensor, aten.div.Scalar, opmath=False)
-def div(ctx: LoweringContext, x: Value, other: Value) -> Value:
-    return stablehlo.divide(x, other)
-
-
-@elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(ctx: LoweringContext, x: Value, other: Value, *, rounding_mode: str | None) -> Value:
-    if rounding_mode == "floor":
-        return floor_quotient(x, other)
-    quotient = stablehlo.divide(x, other)
-    return quotient if rounding_mode is None or not floating(x) else trunc_value(quotient)
-
-
-@elementwise(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(ctx: LoweringContext, x: Value, other: Value) -> Value:
-    return floor_quotient(x, other)
 
 
 def floating(x: Value) -> bool:
     return hlo.dtype(x).is_floating_point
 
 
-def floor_quotient(x: Value, y: Value) -> Value:
-    """Python's ``//``. For floats it comes from the exact remainder, so that 1.0 // 0.1 is 9."""
-    zero = hlo.full_like(x, 0)
-    remainder = stablehlo.remainder(x, y)
-    differs = stablehlo.and_(hlo.compare(remainder, zero, "NE"), opposite_signs(remainder, y))
-    one = hlo.full_like(x, 1)
-    if not floating(x):
-        quotient = stablehlo.divide(x, y)
-        return hlo.select(differs, stablehlo.subtract(quotient, one), quotient)
-    quotient = stablehlo.divide(stablehlo.subtract(x, remainder), y)
-    quotient = hlo.select(differs, stablehlo.subtract(quotient, one), quotient)
-    whole = stablehlo.floor(quotient)
-    half = hlo.full_like(x, 0.5)
-    whole = hlo.select(hlo.compare(stablehlo.subtract(quotient, whole), half, "GT"), stablehlo.add(whole, one), whole)
-    plain = stablehlo.divide(x, y)
-    signed_zero = stablehlo.multiply(zero, plain)
-    whole = hlo.select(hlo.compare(quotient, zero, "EQ"), signed_zero, whole)
-    return hlo.select(hlo.compare(y, zero, "EQ"), plain, whole)
+@elementwise(aten.atan2.default)
+def atan2(ctx: LoweringContext, x: Value, other: Value) -> Value:
+    return stablehlo.atan2(x, other)
 
 
-def opposite_signs(a: Value, b: Value) -> Value:
-    """Where one is negative and the other is not."""
-    zero = hlo.full_like(a, 0)
-    return hlo.compare(hlo.compare(a, zero, "LT"), hlo.compare(b, zero, "LT"), "NE")
-
-
-@elementwise(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
-def remainder(ctx: LoweringContext, x: Value, other: Value) -> Value:
-    result = stablehlo.remainder(x, other)
-    nonzero = hlo.compare(result, hlo.full_like(result, 0), "NE")
-    return hlo.select(stablehlo.and_(nonzero, opposite_signs(result, other)), stablehlo.add(result, other), result)
-
-
-@elementwise(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(ctx: LoweringContext, x: Value, other: Value) -> Value:
-    return stablehlo.remainder(x, other)
-
-
-@elementwise(aten.reciprocal.default)
-def reciprocal(ctx: LoweringContext, x: Value) -> Value:
-    return stablehlo.divide(hlo.full_like(x, 1), x)
-
-
-@elementwise(aten.addcmul.default)
+@elementwise(aten.addcmul.default, wide=("value",))
 def addcmul(ctx: LoweringContext, x: Value, tensor1: Value, tensor2: Value, *, value: Value | None = None) -> Value:
-    product = stablehlo.multiply(tensor1, tensor2)
-    return stablehlo.add(x, product if value is None else stablehlo.multiply(value, product))
+    first = tensor1 if value is None else stablehlo.multiply(value, tensor1)
+    return stablehlo.add(x, stablehlo.multiply(first, tensor2))
 
 
-@elementwise(aten.addcdiv.default)
+@elementwise(aten.addcdiv.default, wide=("value",))
 def addcdiv(ctx: LoweringContext, x: Value, tensor1: Value, tensor2: Value, *, value: Value | None = None) -> Value:
-    scaled1 = tensor1 if value is None else stablehlo.multiply(value, tensor1)
-    return stablehlo.add(x, stablehlo.divide(scaled1, tensor2))
+    first = tensor1 if value is None else stablehlo.multiply(value, tensor1)
+    return stablehlo.add(x, stablehlo.divide(first, tensor2))
 
 
-@elementwise(aten.lerp.Tensor, aten.lerp.Scalar)
+@elementwise(aten.lerp.Tensor, aten.lerp.Scalar, wide=("weight",))
 def lerp(ctx: LoweringContext, x: Value, end: Value, weight: Value) -> Value:
     """Written from the nearer end, as torch does, so that weight 1 gives exactly ``end``."""
     span = stablehlo.subtract(end, x)
@@ -191,45 +127,14 @@ def lerp(ctx: LoweringContext, x: Value, end: Value, weight: Value) -> Value:
     return hlo.select(hlo.compare(size, hlo.full_like(size, 0.5), "LT"), low, high)
 
 
-# ---- powers
-
-
 @lowers(aten.abs.default)
 def abs_(ctx: LoweringContext, x: Value) -> Value:
-    unsigned = hlo.dtype(x) in (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-    return x if unsigned else stablehlo.abs(x)
-
-
-@elementwise(aten.pow.Tensor_Scalar)
-def pow_scalar(ctx: LoweringContext, x: Value, exponent: Any) -> Value:
-    return power(x, exponent)
-
-
-@elementwise(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def pow_tensor(ctx: LoweringContext, x: Value, exponent: Value) -> Value:
-    return power(x, exponent)
-
-
-def power(x: Value, exponent: Value) -> Value:
-    """``x ** exponent``; integers to a negative power are 0, but for 1 and -1."""
-    if floating(x) or hlo.dtype(x).is_complex:
-        return stablehlo.power(x, exponent)
-    if hlo.dtype(x) == torch.bool:
-        return stablehlo.or_(x, stablehlo.not_(exponent))
-    return stablehlo.power(x, exponent)
-
-
-@elementwise(aten.square.default, opmath=False)
-def square(ctx: LoweringContext, x: Value) -> Value:
-    return stablehlo.multiply(x, x)
+    if hlo.dtype(x).is_complex:
+        return magnitude(x)
+    return stablehlo.abs(x) if hlo.dtype(x).is_signed else x
 
 
 # ---- rounding
-
-
-def trunc_value(x: Value) -> Value:
-    """Towards 0."""
-    return hlo.select(hlo.compare(x, hlo.full_like(x, 0), "LT"), stablehlo.ceil(x), stablehlo.floor(x))
 
 
 @elementwise(aten.floor.default, opmath=False)
@@ -263,13 +168,21 @@ def round_decimals(ctx: LoweringContext, x: Value, *, decimals: int) -> Value:
 
 @elementwise(aten.sign.default, opmath=False)
 def sign(ctx: LoweringContext, x: Value) -> Value:
-    if hlo.dtype(x) == torch.bool:
+    return signs(x)
+
+
+@elementwise(aten.sgn.default)
+def sgn(ctx: LoweringContext, x: Value) -> Value:
+    return stablehlo.sign(x) if hlo.dtype(x).is_complex else signs(x)
+
+
+def signs(x: Value) -> Value:
+    """1, 0 or -1; 0 for NaN, and +0 for -0, as torch has it."""
+    kind, zero = hlo.dtype(x), hlo.full_like(x, 0)
+    if kind == torch.bool:
         return x
-    if dtypes.is_integer(hlo.dtype(x)) and not hlo.dtype(x).is_signed:
-        return hlo.convert(hlo.convert(x, torch.bool), hlo.dtype(x))
-    if floating(x):
-        return hlo.select(hlo.is_nan(x), hlo.full_like(x, 0), stablehlo.sign(x))
-    return stablehlo.sign(x)
+    positive = hlo.convert(hlo.compare(x, zero, "GT"), kind)
+    return stablehlo.subtract(positive, hlo.convert(hlo.compare(x, zero, "LT"), kind))
 
 
 # ---- comparison
@@ -313,8 +226,6 @@ def _logical(build: Any) -> Any:
 
 for _name, _build in {"and": stablehlo.and_, "or": stablehlo.or_, "xor": stablehlo.xor}.items():
     elementwise(getattr(aten, f"logical_{_name}").default, compute="operands", opmath=False)(_logical(_build))
-    _packet = getattr(aten, f"bitwise_{_name}")
-    elementwise(_packet.Tensor, _packet.Scalar, _packet.Scalar_Tensor, opmath=False)(binary(_build))
 
 
 @elementwise(aten.logical_not.default, compute="operands", opmath=False)
@@ -330,6 +241,23 @@ def maximum(ctx: LoweringContext, x: Value, other: Value) -> Value:
 @elementwise(aten.minimum.default, opmath=False)
 def minimum(ctx: LoweringContext, x: Value, other: Value) -> Value:
     return stablehlo.minimum(x, other)
+
+
+@elementwise(aten.fmax.default, opmath=False)
+def fmax(ctx: LoweringContext, x: Value, other: Value) -> Value:
+    return _without_nan(x, other, stablehlo.maximum)
+
+
+@elementwise(aten.fmin.default, opmath=False)
+def fmin(ctx: LoweringContext, x: Value, other: Value) -> Value:
+    return _without_nan(x, other, stablehlo.minimum)
+
+
+def _without_nan(x: Value, other: Value, build: Any) -> Value:
+    """The extreme of two; a NaN loses to a number."""
+    if not floating(x):
+        return build(x, other)
+    return hlo.select(hlo.is_nan(x), other, hlo.select(hlo.is_nan(other), x, build(x, other)))
 
 
 @elementwise(aten.clamp.default, aten.clamp.Tensor, opmath=False)
@@ -362,5 +290,5 @@ def where(ctx: LoweringContext, condition: Value, x: Value, other: Value) -> Val
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(ctx: LoweringContext, x: Value, mask: Value, value: Any) -> Value:
     out = ctx.out
-    fill = hlo.convert(value, out.dtype) if isinstance(value, Value) else hlo.scalar(value, out.dtype)
+    fill = hlo.convert(value, out.dtype) if hlo.is_value(value) else hlo.scalar(value, out.dtype)
     return hlo.select(hlo.broadcast(mask, out.shape), hlo.broadcast(fill, out.shape), hlo.broadcast(x, out.shape))
