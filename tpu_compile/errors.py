@@ -135,3 +135,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}."
+
+
+def plain(error: BaseException) -> str:
+    """What an error says, without what Dynamo appends for its own developers."""
+    return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].strip()

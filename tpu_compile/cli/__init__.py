@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tpu_compile import __version__
-from tpu_compile.errors import ConfigError, TpuCompileError, nearest
+from tpu_compile.errors import ConfigError, TpuCompileError, nearest, plain
 
 COMMANDS = {
     "inspect": ("inspect:inspect", "What a model becomes: graphs, StableHLO, HLO, costs, memory, cache key."),
@@ -83,8 +83,8 @@ def _is_expected(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """The error without the words that Dynamo appends for its own developers."""
-    return str(error).partition("\nSet TORCHDYNAMO_VERBOSE=1")[0].strip()
+    wrapped = type(error).__name__ == "BackendCompilerFailed"  # not an error of ours: where it was raised matters
+    return plain(error) + ("\n--traceback shows where." if wrapped else "")
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -59,20 +59,21 @@ def run(subject: Subject, call: Callable[..., Any], *, calls: int = 1, grad: boo
         grad: run under autograd, and pull random directions back through the results.
 
     Returns:
-        For each call copies by name: results, gradients, and the arguments, buffers and parameters that it wrote to.
+        For each call by name: results, gradients, arguments and buffers as it left them, and parameters that it wrote.
     """
     torch.manual_seed(SEED)
     seen = []
     for index in range(calls):
-        before = {name: (t, t._version) for name, t in _state(subject)}
+        parameters = {name: t._version for name, t in _parameters(subject)}
         with torch.set_grad_enabled(grad):
             result = call(*subject.args, **subject.kwargs)
             found = dict(leaves(result, "result"))
             if grad:
                 pull_back(result, SEED + index)
-        found.update((name, t) for name, t in _state(subject) if _written(before.get(name), t))
+        found.update(_state(subject))
         found.update(_take_gradients(subject))
-        seen.append({name: _copy(value) for name, value in found.items()})
+        written = {name: t for name, t in _parameters(subject) if t._version != parameters.get(name)}
+        seen.append({name: _copy(value) for name, value in {**found, **written}.items()})
     return seen
 
 
@@ -80,22 +81,22 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _written(before: tuple[torch.Tensor, int] | None, now: torch.Tensor) -> bool:
-    return before is None or before[0] is not now or before[1] != now._version
+def _parameters(subject: Subject) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(subject.model, torch.nn.Module):
+        yield from ((f"parameter {name}", t) for name, t in subject.model.named_parameters())
 
 
 def _state(subject: Subject) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that a call may write into."""
+    """Every tensor that a call may write into, but for parameters, which are large and seldom written."""
     given = [*leaves(list(subject.args), "args"), *leaves(subject.kwargs, "kwargs")]
-    yield from ((f"argument {name}", t) for name, t in given if isinstance(t, torch.Tensor) and not t.is_inference())
+    yield from ((f"argument {name}", t) for name, t in given if isinstance(t, torch.Tensor))
     if isinstance(subject.model, torch.nn.Module):
         yield from ((f"buffer {name}", t) for name, t in subject.model.named_buffers())
-        yield from ((f"parameter {name}", t) for name, t in subject.model.named_parameters())
 
 
 def _take_gradients(subject: Subject) -> Iterator[tuple[str, torch.Tensor]]:
     """The gradients of leaves, which lose them, so that the next call's stand alone."""
-    for name, leaf in _state(subject):
+    for name, leaf in (*_parameters(subject), *_state(subject)):
         if leaf.requires_grad and leaf.is_leaf and leaf.grad is not None:
             yield f"gradient of {name.removeprefix('parameter ')}", leaf.grad
             leaf.grad = None
@@ -126,9 +127,9 @@ def pull_back(result: Any, seed: int) -> None:
     if not heads:
         raise ConfigError("--grad: nothing in the model's result requires a gradient.")
     generator = torch.Generator().manual_seed(seed)
-    directions = [torch.randn(t.shape, generator=generator, dtype=_real(t)).to(t.dtype) for t in heads]
-    torch.autograd.backward(heads, directions)
+    torch.autograd.backward(heads, [_direction(t, generator) for t in heads])
 
 
-def _real(t: torch.Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype in (torch.float64, torch.complex128) else torch.float32
+def _direction(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Eighths between -1 and 1: the same numbers in every floating dtype, so that runs in two of them compare."""
+    return (torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t.dtype)
