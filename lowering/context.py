@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol
@@ -72,6 +72,10 @@ class Walk(Protocol):
 
     def need_ffi(self, handler: str) -> None:
         """Say that the program calls an FFI handler, which the runtime must register before loading it."""
+
+    def host_check(self, value: ir.Value, check: Callable[[torch.Tensor], object]) -> None:
+        """Show ``value`` to ``check`` after every call, before anything is returned: what it raises reaches the user.
+        Inside a region (a loop's body, a branch) it is not seen."""
 
 
 def make_context() -> ir.Context:

@@ -1,7 +1,7 @@
-"""Decompositions of torch's solvers that fix what their saved LU factors hold.
+"""Decompositions of torch's determinants, which also return the LU factors that their gradient reads.
 
-torch factors the transpose of a real contiguous matrix, and its gradient formulas ask the matrix's strides which of the two
-was factored. A rule sees no strides; a decomposition does.
+torch factors the transpose of a real contiguous matrix, and the gradient's formula asks the matrix's strides which of
+the two was factored. A rule sees no strides; a decomposition does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
-def _is_transposed(A: Tensor) -> bool:
-    return A.is_contiguous() and not A.is_complex()
-
-
 def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return aten.linalg_lu_factor_ex(A.mT if _is_transposed(A) else A)  # type: ignore[no-any-return]
+    transposed = A.is_contiguous() and not A.is_complex()
+    return aten.linalg_lu_factor_ex(A.mT if transposed else A)  # type: ignore[no-any-return]
 
 
 def _parity(pivots: Tensor) -> Tensor:
@@ -40,17 +37,7 @@ def _linalg_slogdet(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return diagonal.sgn().prod(-1) * _parity(pivots), diagonal.abs().log().sum(-1), LU, pivots
 
 
-def _linalg_solve_ex(
-    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    LU, pivots, info = _factors(A)
-    vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
-    result = aten.linalg_lu_solve(LU, pivots, B.unsqueeze(-1) if vector else B, left=left, adjoint=_is_transposed(A))
-    return result.squeeze(-1) if vector else result, LU, pivots, info
-
-
 DETERMINANTS: dict[Any, Callable[..., Any]] = {
     aten._linalg_det.default: _linalg_det,
     aten._linalg_slogdet.default: _linalg_slogdet,
-    aten._linalg_solve_ex.default: _linalg_solve_ex,
 }

@@ -7,7 +7,7 @@ import hashlib
 import io
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from tpu_compile.errors import Gap, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
-from tpu_compile.lowering.program import Program, Result, TensorSpec
+from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
 from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
@@ -136,6 +136,7 @@ class GraphWalk:
     outputs: list[tuple[TensorSpec, ir.Value]] = field(default_factory=list)
     mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
     ffi: dict[str, None] = field(default_factory=dict)
+    checks: list[tuple[ir.Value, Callable[[torch.Tensor], object]]] = field(default_factory=list)
     tiers: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
     node: Node | None = None
@@ -157,6 +158,10 @@ class GraphWalk:
 
     def need_ffi(self, handler: str) -> None:
         self.ffi[handler] = None
+
+    def host_check(self, value: ir.Value, check: Callable[[torch.Tensor], object]) -> None:
+        if ir.InsertionPoint.current.block == self.block:
+            self.checks.append((value, check))
 
     def subgraph(self, graph_module: GraphModule, arguments: Sequence[Any]) -> list[Any]:
         outer_module, outer_env = self.graph_module, self.env
@@ -395,9 +400,14 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
         if walk.gaps:
             raise _unsupported(walk.gaps, name)
         mutated = _mutations(walk)
+        checks = [HostCheck(walk.output(_dense(value), value), check) for value, check in walk.checks]
         returned = [hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs]
         terminator = func.ReturnOp(returned)
-    return _finish(walk, module, function, terminator, name, results, mutated, donate)
+    return _finish(walk, module, function, terminator, name, results, mutated, checks, donate)
+
+
+def _dense(value: ir.Value) -> TensorSpec:
+    return TensorSpec.contiguous(tuple(hlo.shape(value)), hlo.dtype(value))
 
 
 def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
@@ -420,6 +430,7 @@ def _finish(
     name: str,
     results: list[Result],
     mutated: list[tuple[int, int]],
+    checks: list[HostCheck],
     donate: bool,
 ) -> Program:
     seed = [walk._seed] if walk._seed is not None else []
@@ -443,6 +454,7 @@ def _finish(
         random=walk._seed is not None,
         ffi_handlers=tuple(sorted(walk.ffi)),
         ops_per_tier=tuple(sorted(walk.tiers.items())),
+        checks=tuple(checks),
     )
 
 

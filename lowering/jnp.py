@@ -1,14 +1,14 @@
-"""Tier 2: a rule written as one jax.numpy function. For long-tail numerics, where jax has the algorithm for every platform.
+"""Tier 2: a rule written as one jax.numpy function. For long-tail numerics: jax has them for every platform.
 
     @lowers_jnp(aten.linalg_cholesky_ex.default)
     def cholesky(x, *, upper=False, check_errors=False): ...
 
-The function takes jax arrays for tensors and everything else as it is in the aten schema, and returns one array or a tuple;
-results are converted to the promised dtypes. jax is imported when such a rule is first used (0.7 s), not before.
+The function takes jax arrays for tensors and everything else as it is in the aten schema, and returns one array or a
+tuple; results are converted to the promised dtypes. jax is imported when such a rule is first used (0.7 s), not before.
 
-The function is traced without data and lowered for the platform family; no jax client is opened, which on a TPU host would
-be a second owner of the chip. The module crosses into our MLIR context as bytecode, because an operation that is cloned
-from another context crashes once its context is gone, and becomes private functions of the program.
+The function is traced without data and lowered for the platform family; no jax client is opened, which on a TPU host
+would be a second owner of the chip. The module crosses into our MLIR context as bytecode, because an operation that is
+cloned from another context crashes once its context is gone, and becomes private functions of the program.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Traced:
-    """What decides a jax module: the function, how its arguments nest, their specs or values, and the platform family."""
+    """What decides a jax module: the function, how its arguments nest, their specs or values, the platform family."""
 
     function: Callable[..., Any]
     structure: pytree.TreeSpec
@@ -122,7 +122,7 @@ class Crossing:
 
 
 def _function(ctx: LoweringContext, traced: Traced) -> tuple[str, list[ir.Type]]:
-    """(symbol, result types) of the private function that holds ``traced``; one a program, however often it is called."""
+    """(symbol, result types) of the private function that holds ``traced``; one a program, however often called."""
     if traced not in ctx.functions:
         crossing = lower_jax(traced)
         for handler in crossing.handlers:
@@ -132,7 +132,7 @@ def _function(ctx: LoweringContext, traced: Traced) -> tuple[str, list[ir.Type]]
 
 
 def merge(ctx: LoweringContext, bytecode: bytes, name: str) -> tuple[str, list[ir.Type]]:
-    """Parse a module into the program, its functions renamed and private; returns the symbol and result types of ``main``."""
+    """Parse a module into the program, its functions renamed and private; returns the symbol and types of ``main``."""
     module = ir.Module.parse(bytecode)
     prefix = f"{name}_{len(ctx.functions)}"
     functions = [op.operation for op in module.body.operations]

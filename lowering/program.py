@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,14 @@ class Result:
 
 
 @dataclass(frozen=True)
+class HostCheck:
+    """A result of the program that a function of the host looks at after each call; what it raises reaches the user."""
+
+    result: int
+    function: Callable[[torch.Tensor], object]
+
+
+@dataclass(frozen=True)
 class Program:
     """A graph as StableHLO, with all that a caller needs to run it.
 
@@ -93,6 +102,7 @@ class Program:
     random: bool = False
     ffi_handlers: tuple[str, ...] = ()
     ops_per_tier: tuple[tuple[str, int], ...] = ()
+    checks: tuple[HostCheck, ...] = ()
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

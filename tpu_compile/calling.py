@@ -117,7 +117,8 @@ class CallPlan:
         self._constants = tuple(client.put(t) for t in program.constants)
         self._fetchers = tuple(ResultPlan(spec, client.fetch).tensor for spec in program.outputs)
         self._results = tuple((r.index, r.argument, r.value) for r in program.results)
-        self._plain = all(r.index == i for i, r in enumerate(program.results)) and not program.mutated
+        self._plain = all(r.index == i for i, r in enumerate(program.results))
+        self._plain = self._plain and not program.mutated and not program.checks
         self._execute, self._ready, self._put = executable.execute, client.ready, client.put
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
@@ -136,6 +137,8 @@ class CallPlan:
         return self._unwrap(arguments, tensors)
 
     def _unwrap(self, arguments: Sequence[Any], tensors: list[torch.Tensor]) -> list[Any]:
+        for check in self.program.checks:
+            check.function(tensors[check.result])
         for position, result in self.program.mutated:
             arguments[position].detach().copy_(tensors[result])
         return [

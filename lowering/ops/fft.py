@@ -1,4 +1,4 @@
-"""Fourier transforms: torch's three primitives on stablehlo.fft, which transforms up to three innermost axes at once."""
+"""Fourier transforms: torch's three primitives on stablehlo.fft, which takes up to three innermost axes at once."""
 
 from __future__ import annotations
 

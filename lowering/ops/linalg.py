@@ -1,6 +1,6 @@
 """Matrix factorisations, by jax.numpy: LAPACK on a CPU, XLA's own algorithms on a TPU. Batched, real and complex.
 
-Signs and bases are LAPACK's on a CPU, as in torch. ``info`` counts from 1, 0 is success; pivots are int32 and count from 1.
+Signs and bases are LAPACK's on a CPU, as in torch. ``info`` and pivots are int32 and count from 1; info 0 is success.
 """
 
 from __future__ import annotations

@@ -102,6 +102,15 @@ def lu_solution(factors: Array, pivots: Array, b: Array, left: bool = True, adjo
     return jnp.take_along_axis(second, jnp.argsort(order, -2), -2)
 
 
+@lowers_jnp(aten._linalg_solve_ex.default)
+def _linalg_solve_ex(A: Array, B: Array, *, left: bool = True, check_errors: bool = False) -> Any:
+    """(solution, LU, pivots, info). ``B`` may be a batch of vectors."""
+    factors, pivots, info = lu(A)
+    vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
+    result = lu_solution(factors, pivots, B[..., None] if vector else B, left)
+    return result[..., 0] if vector else result, factors, pivots, info
+
+
 @lowers_jnp(aten.linalg_inv_ex.default)
 def linalg_inv_ex(A: Array, *, check_errors: bool = False) -> Any:
     factors, pivots, info = lu(A)
