@@ -16,8 +16,8 @@ import click
 
 from tpu_compile.errors import nearest
 
-HELP = """TARGET is module:factory or file.py:factory, where factory() returns (model, args) or (model, args, kwargs);
-or a .pt2 file of torch.export, with its example inputs."""
+HELP = """TARGET is module:factory or file.py:factory, where factory() returns (model, args) or (model, args, kwargs)
+and is called after torch.manual_seed(0); or a .pt2 file of torch.export, with its example inputs."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,9 @@ def _factory(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
 
 
 def _called(text: str, factory: Callable[[], Any]) -> Target:
+    import torch
+
+    torch.manual_seed(0)  # so that a factory with random weights makes the same model each time
     try:
         made = factory()
     except Exception as error:

@@ -128,15 +128,17 @@ def _ulps(want: torch.Tensor, got: torch.Tensor) -> float:
     finite = want.isfinite() & got.isfinite()
     if not finite.any():
         return 0.0
-    return float((_ordered(want[finite]) - _ordered(got[finite])).abs().max())
+    a, b = _ordered(want[finite]), _ordered(got[finite])
+    apart = torch.where((a < 0) == (b < 0), (a - b).abs().double(), a.double().abs() + b.double().abs())  # no overflow
+    return float(apart.max())
 
 
 def _ordered(t: torch.Tensor) -> torch.Tensor:
-    """Floats as integers (in float64) that count representable numbers from zero."""
+    """Floats as integers that count representable numbers from zero."""
     bits = t.contiguous().view(_BITS[t.element_size()]).to(torch.int64)
     top = 1 << (8 * t.element_size() - 1)
     magnitude = bits & (top - 1)
-    return torch.where(bits < 0, -magnitude, magnitude).to(torch.float64)
+    return torch.where(bits < 0, -magnitude, magnitude)
 
 
 def _cosine(want: torch.Tensor, got: torch.Tensor) -> float:
