@@ -57,7 +57,7 @@ class UnsupportedOp(LoweringError):
         self.gaps, self.nodes = tuple(gaps), tuple(nodes)
         title = f"{len(self.gaps)} op{'s' * (len(self.gaps) != 1)} of graph {graph or '<unnamed>'} cannot be lowered:"
         fix = "Drop fullgraph=True to run these on the CPU, between compiled parts, or write a rule: tpu_compile.lowers"
-        super().__init__("\n  - ".join([title, *map(str, self.gaps)]) + "\n" + fix)
+        super().__init__("\n  - ".join([title, *dict.fromkeys(map(str, self.gaps))]) + "\n" + fix)
 
 
 class UnsupportedDtype(LoweringError):

@@ -58,7 +58,7 @@ def _joined(error: UnsupportedOp, pairs: list[tuple[Node, Gap]], name: str) -> U
 
 def _tell(gaps: tuple[Gap, ...]) -> None:
     """Warn once for each op and line."""
-    fresh = [str(gap) for gap in gaps if str(gap) not in _told]
+    fresh = list(dict.fromkeys(str(gap) for gap in gaps if str(gap) not in _told))
     if fresh:
         _told.update(fresh)
         listed = "\n  - ".join(fresh)

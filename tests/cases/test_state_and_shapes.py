@@ -6,9 +6,13 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+EXPORT = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # torch's own, in torch.export
 
 
 def follow(model: nn.Module, calls: list[tuple[torch.Tensor, ...]], tolerance: float = 1e-4, **options: object) -> None:
@@ -53,6 +57,7 @@ def test_forward_backward_and_update_in_one_step():  # pytorch/xla#2327
     follow(Step(), [(torch.randn(5, 4), torch.tensor([0, 2, 1, -100, 2]))] * 4)
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # Dynamo wraps it
 def test_the_rate_that_a_schedule_sets_is_used():  # pytorch/pytorch#107076
     class Step(nn.Module):
         def __init__(self):
@@ -144,6 +149,7 @@ def test_views_that_differ_in_where_they_start():  # pytorch/pytorch#104563
         assert torch.equal(base, eager_base)
 
 
+@EXPORT
 def test_an_exported_program_writes_its_buffers_back():  # google/torchax
     class Counter(nn.Module):
         def __init__(self):
@@ -160,6 +166,7 @@ def test_an_exported_program_writes_its_buffers_back():  # google/torchax
     follow(torch.export.export(Counter(), (x,)).module(), [(x,)] * 3)
 
 
+@EXPORT
 def test_an_exported_program_lifts_its_constants():  # pytorch/xla#7845
     class Rotary(nn.Module):
         table = torch.arange(12.0).view(3, 4)
@@ -171,12 +178,14 @@ def test_an_exported_program_lifts_its_constants():  # pytorch/xla#7845
     follow(torch.export.export(Rotary(), (x,)).module(), [(x,)])
 
 
+@EXPORT
 def test_an_exported_program_with_bfloat16_weights():  # pytorch/xla
     model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)).bfloat16().requires_grad_(False)
     x = torch.randn(3, 8).bfloat16()
     follow(torch.export.export(model, (x,)).module(), [(x,)], tolerance=3e-2)
 
 
+@EXPORT
 def test_one_exported_program_for_every_batch():  # iree-org/iree-turbine#1226
     class Join(nn.Module):
         def forward(self, *parts, scale):
