@@ -115,7 +115,9 @@ def opmath(dtype: torch.dtype) -> torch.dtype:
 
 
 def real(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a complex number's parts; other dtypes as they are."""
+    """The dtype of a complex number's parts; other dtypes as they are. Raises UnsupportedDtype for complex32."""
+    if dtype.is_complex and dtype not in _REAL:
+        element_type(dtype)
     return _REAL.get(dtype, dtype)
 
 

@@ -96,7 +96,20 @@ def _gap(node: Node) -> Gap | None:
         return Gap(str(node.target), "its result's shape or value depends on data", str(where(node) or ""), hint)
     if registry.get(node.target) is None:
         return Gap(str(node.target), "no rule lowers it", str(where(node) or ""))
+    foreign = next((d for n in (node, *node.all_input_nodes) for d in _foreign_dtypes(n.meta.get("val"))), None)
+    if foreign:
+        return Gap(str(node.target), f"StableHLO has no element type for {foreign}", str(where(node) or ""))
     return None
+
+
+def _foreign_dtypes(value: Any) -> Iterator[torch.dtype]:
+    """Dtypes of tensors in a node's value that no program can hold (complex32, the quantized ones)."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype not in dtypes.NUMPY:
+            yield value.dtype
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _foreign_dtypes(item)
 
 
 def _evaluated(node: Node) -> bool:

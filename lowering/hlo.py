@@ -213,6 +213,9 @@ def convert(x: Value, element: torch.dtype) -> Value:
     if element.is_complex and not source.is_complex:
         part = convert(x, dtypes.real(element))
         return stablehlo.complex(part, full_like(part, 0))
+    if element == torch.float8_e4m3fn:  # it has no infinity: torch saturates, XLA's conversion gives NaN
+        x = x if source.is_floating_point else convert(x, torch.float32)
+        x = stablehlo.minimum(stablehlo.maximum(x, full_like(x, -448)), full_like(x, 448))
     return stablehlo.convert(tensor_type(shape(x), element), x)
 
 

@@ -27,6 +27,7 @@ lowers(
     aten.zeros_like.default,
     aten.new_zeros.default,
     aten.zero.default,
+    aten._efficientzerotensor.default,
     aten.empty.memory_format,
     aten.empty_like.default,
     aten.new_empty.default,
@@ -89,7 +90,7 @@ def iota(ctx: LoweringContext, length: int, *, start: Any, step: Any, **_: Any) 
 
 
 def _range(ctx: LoweringContext, start: Any, step: Any) -> Value:
-    """``start + i * step``, computed in torch's accumulation type: float64 for a float32 range would be emulated on a TPU, so float32."""
+    """``start + i * step``; in float32 for float32, where torch's CPU kernel has float64, which a TPU emulates."""
     out = ctx.out
     kind = dtypes.opmath(out.dtype)
     counts = hlo.iota(out.shape, 0, kind)
@@ -102,14 +103,15 @@ def _range(ctx: LoweringContext, start: Any, step: Any) -> Value:
 
 @lowers(aten.linspace.default)
 def linspace(ctx: LoweringContext, start: Any, end: Any, steps: int, **_: Any) -> Value:
-    """Counted from both ends, as torch does, so that the last element is exactly ``end``."""
+    """Counted from both ends, as torch does, so that the last element is exactly ``end``. The ends are rounded to the
+    result's dtype first; whole numbers are interpolated in float64."""
     out = ctx.out
-    kind = dtypes.opmath(out.dtype)
-    if dtypes.is_integer(kind):
-        kind = torch.float64
-    counts = hlo.iota(out.shape, 0, dtypes.real(kind))
+    start, end = (torch.tensor(v).to(out.dtype).item() for v in (start, end))
+    if steps == 1:
+        return hlo.full(start, out.dtype, out.shape)
+    kind = torch.float64 if dtypes.is_integer(out.dtype) else dtypes.opmath(out.dtype)
+    counts = hlo.convert(hlo.iota(out.shape, 0, dtypes.real(kind)), kind)
     step = (end - start) / max(steps - 1, 1)
-    counts = hlo.convert(counts, kind)
     up = stablehlo.add(hlo.full_like(counts, start), stablehlo.multiply(counts, hlo.full_like(counts, step)))
     back = stablehlo.subtract(hlo.full_like(counts, steps - 1), counts)
     down = stablehlo.subtract(hlo.full_like(counts, end), stablehlo.multiply(back, hlo.full_like(counts, step)))
