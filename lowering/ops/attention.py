@@ -50,7 +50,7 @@ def by_key_head(x: Value, key: Value) -> Value:
 def attend(
     query: Value, key: Value, value: Value, mask: Value | None, causal: bool, scale: float | None
 ) -> tuple[Value, Value]:
-    """(output, log-sum-exp of the scores), in the widened dtype. A row that may see nothing gives 0, as torch's kernels do."""
+    """(output, log-sum-exp of the scores), in the widened dtype. A row that sees nothing gives 0, as in torch."""
     raw = scores(query, key, mask, causal, scale)
     top = keep(raw, [3], "maximum")
     top = hlo.select(hlo.compare(top, hlo.full_like(top, -math.inf), "EQ"), hlo.full_like(top, 0), top)

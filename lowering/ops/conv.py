@@ -1,4 +1,4 @@
-"""Convolutions and their gradients, each one stablehlo.convolution in torch's order of axes: batch, channel, spatial."""
+"""Convolutions and their gradients, each one stablehlo.convolution in torch's order of axes (batch, channel, space)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Products of row groups with a matrix each (mixture of experts): rows before ``ends[0]`` with matrix 0, and so on.
 
-Rows are worked through in tiles, each within one group, so that the work does not grow with the number of groups. How many
-tiles there are is known only at run time: ceil(rows / TILE) + groups at most.
+Rows are worked through in tiles, each within one group, so that the work does not grow with the number of groups. How
+many tiles there are is known only at run time: ceil(rows / TILE) + groups at most.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def _padded(x: Value) -> Value:
 
 
 def grouped_rows(x: Value, matrices: Value, ends: Value, contract: int, out: torch.dtype) -> Value:
-    """``x[r] @ matrices[group of r]``: [T, N]. ``contract`` is the axis of ``matrices`` [G, ., .] that meets ``x``'s columns.
+    """``x[r] @ matrices[group of r]``: [T, N]; rows behind the last group are 0.
 
-    Rows behind the last group are 0.
+    ``contract`` is the axis of ``matrices`` [G, ., .] that meets ``x``'s columns.
     """
     rows, width = hlo.shape(x)[0], hlo.shape(matrices)[3 - contract]
     if 0 in (rows, width, *hlo.shape(matrices)):
