@@ -22,6 +22,7 @@ JOBS ?= 2
 STAMP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 PY := $(VENV)/bin/python
 PIP := PIP_NO_INPUT=1 $(PY) -m pip --disable-pip-version-check
+TESTS = $(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 5
 TYPED := .mypy_cache/tree
 
 .PHONY: help setup demo test test-all lint format bench clean
@@ -49,10 +50,10 @@ demo: setup
 	@$(PY) demo/demo.py $(ARGS)
 
 test: setup
-	$(PY) -m pytest -n $(JOBS) -m "not full" $(ARGS)
+	$(TESTS) -m "not full" $(ARGS)
 
 test-all: setup
-	$(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(TESTS) $(ARGS)
 
 # mypy cannot follow an editable install that maps ./lowering to tpu_compile.lowering, so it is shown the tree that an install makes.
 lint: setup
