@@ -1,11 +1,13 @@
-"""Matrix products. Axes are contracted where they stand: a transpose before a product is the dot's business, not a copy."""
+"""Matrix products. Axes are contracted where they stand: a transpose before a product is never a copy."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxlib.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import chlo, stablehlo
 
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
@@ -16,8 +18,9 @@ aten = torch.ops.aten
 
 
 def product(a: Value, b: Value, contract: Any, batch: Any = ((), ())) -> Value:
-    """A dot in the operands' dtype. Integers and bool multiply exactly; the 16-bit floats accumulate in float32."""
-    return hlo.dot_general(a, b, contract, batch)
+    """A dot in the operands' dtype. Integers multiply exactly; 16-bit floats accumulate in float32, round once."""
+    kind = hlo.dtype(a)
+    return hlo.convert(hlo.dot_general(a, b, contract, batch, out=dtypes.opmath(kind)), kind)
 
 
 @lowers(aten.mm.default)
@@ -55,6 +58,35 @@ def baddbmm(ctx: LoweringContext, x: Value, batch1: Value, batch2: Value, *, bet
     return _add_product(ctx, x, batch1, batch2, ((2,), (1,)), ((0,), (0,)), beta, alpha)
 
 
+@lowers(aten.addbmm.default)
+def addbmm(ctx: LoweringContext, x: Value, batch1: Value, batch2: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    return _add_product(ctx, x, batch1, batch2, ((0, 2), (0, 1)), ((), ()), beta, alpha)
+
+
+@lowers(aten._addmm_activation.default)
+def addmm_activation(
+    ctx: LoweringContext,
+    x: Value,
+    mat1: Value,
+    mat2: Value,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    use_gelu: bool = False,
+) -> Value:
+    kind = dtypes.opmath(ctx.out.dtype)
+    linear = hlo.convert(_add_product(ctx, x, mat1, mat2, ((1,), (0,)), ((), ()), beta, alpha), kind)
+    return hlo.convert(
+        gelu_value(linear) if use_gelu else stablehlo.maximum(linear, hlo.full_like(linear, 0)), ctx.out.dtype
+    )
+
+
+def gelu_value(x: Value) -> Value:
+    """``x * P(a normal is below x)``."""
+    half = stablehlo.multiply(x, hlo.full_like(x, 0.5))
+    return stablehlo.multiply(half, chlo.erfc(stablehlo.multiply(x, hlo.full_like(x, -math.sqrt(0.5)))))
+
+
 def _add_product(
     ctx: LoweringContext, x: Value, a: Value, b: Value, contract: Any, batch: Any, beta: Any, alpha: Any
 ) -> Value:
@@ -70,3 +102,48 @@ def _add_product(
             term = stablehlo.multiply(term, hlo.full_like(term, beta))
         result = stablehlo.add(result, hlo.broadcast(term, out.shape))
     return hlo.convert(result, out.dtype)
+
+
+# ---- three factors
+
+
+@lowers(aten._trilinear.default)
+def trilinear(
+    ctx: LoweringContext,
+    i1: Value,
+    i2: Value,
+    i3: Value,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Value:
+    """``(i1 * i2 * i3).sum(sumdim)``, each factor unsqueezed at its ``expand`` axes, as two dots."""
+    out = ctx.out
+    kind = dtypes.opmath(out.dtype)
+    rank = hlo.rank(i1) + len(expand1)
+    axes = [[a for a in range(rank) if a not in set(e)] for e in (expand1, expand2, expand3)]
+    kept = [a for a in range(rank) if a not in set(sumdim)]
+    first, labels = contract_pair(i1, axes[0], i2, axes[1], {*kept, *axes[2]}, kind)
+    narrow = hlo.convert(first, out.dtype)
+    result, labels = contract_pair(narrow, labels, i3, axes[2], set(kept), kind)
+    return hlo.reshape(hlo.convert(hlo.transpose(result, [labels.index(a) for a in kept]), out.dtype), out.shape)
+
+
+def contract_pair(
+    a: Value, a_axes: Sequence[int], b: Value, b_axes: Sequence[int], keep: set[int], kind: torch.dtype
+) -> tuple[Value, list[int]]:
+    """The product of two tensors with labelled axes, summed over labels not in ``keep``; and the result's labels."""
+    a, a_labels = _sum_alone(a, list(a_axes), {*keep, *b_axes})
+    b, b_labels = _sum_alone(b, list(b_axes), {*keep, *a_axes})
+    shared = [x for x in a_labels if x in b_labels]
+    batch, summed = [x for x in shared if x in keep], [x for x in shared if x not in keep]
+    numbers = [([a_labels.index(x) for x in group], [b_labels.index(x) for x in group]) for group in (summed, batch)]
+    result = hlo.dot_general(a, b, numbers[0], numbers[1], out=kind)
+    return result, batch + [x for x in (*a_labels, *b_labels) if x not in shared]
+
+
+def _sum_alone(x: Value, labels: list[int], needed: set[int]) -> tuple[Value, list[int]]:
+    drop = [i for i, label in enumerate(labels) if label not in needed]
+    return hlo.reduce(x, drop, "add"), [label for label in labels if label in needed]
