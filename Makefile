@@ -1,6 +1,7 @@
 # make demo        a real model, compiled, against eager; then the same from the cache in a second process
 # make test        everything a change must pass          make test-all   the same and the long sweeps
 # make lint        ruff and mypy                          make bench      speed, as ratios (ARGS="--quick --only calls")
+# make compare     compiled against eager on three small models, gradients included; JUnit reports in out/
 # make setup       the .venv that all of these use; does nothing when it is up to date
 #
 # PYTHON=python3.12     another interpreter        VENV=/elsewhere/venv    another place
@@ -25,7 +26,7 @@ PIP := PIP_NO_INPUT=1 $(PY) -m pip --disable-pip-version-check
 TESTS = $(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 5
 TYPED := .mypy_cache/tree
 
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo test test-all compare lint format bench clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -54,6 +55,11 @@ test: setup
 
 test-all: setup
 	$(TESTS) $(ARGS)
+
+compare: setup
+	@for model in convnet encoder llama; do \
+	  $(VENV)/bin/tpu-compile compare --grad --calls 2 --junit out/compare-$$model.xml tools/compare_models.py:$$model $(ARGS) || exit 1; \
+	done
 
 # mypy cannot follow an editable install that maps ./lowering to tpu_compile.lowering, so it is shown the tree that an install makes.
 lint: setup
