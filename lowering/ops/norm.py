@@ -1,4 +1,4 @@
-"""Softmax and the normalisations, forward and backward, kept whole. Statistics of 16-bit floats are float32, as torch keeps them."""
+"""Softmax, layer and group normalisation and their gradients, kept whole. Statistics of 16-bit floats are float32."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def log_softmax_backward(ctx: LoweringContext, grad_output: Value, output: Value
 # ---- layer norm
 
 
-def _weighted(x: Value, weight: Value | None, bias: Value | None, dims: Sequence[int]) -> Value:
+def weighted(x: Value, weight: Value | None, bias: Value | None, dims: Sequence[int]) -> Value:
     """``x * weight + bias``, both laid along ``dims``."""
     kind = hlo.dtype(x)
     if weight is not None:
@@ -85,23 +85,30 @@ def _weighted(x: Value, weight: Value | None, bias: Value | None, dims: Sequence
     return x
 
 
-def _rstd(spread: Value, eps: float) -> Value:
+def rstd_of(spread: Value, eps: float) -> Value:
     return stablehlo.rsqrt(stablehlo.add(spread, hlo.full_like(spread, eps)))
 
 
 @lowers(aten.native_layer_norm.default)
 def native_layer_norm(
-    ctx: LoweringContext, input: Value, normalized_shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
+    ctx: LoweringContext,
+    input: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None,
+    bias: Value | None,
+    eps: float,
 ) -> tuple[Value, ...]:
     y, mean, rstd = ctx.outs
     x = hlo.convert(input, dtypes.opmath(hlo.dtype(input)))
     rank = hlo.rank(x)
     dims = list(range(rank - len(normalized_shape), rank))
     spread, average = moments(x, dims, 0)
-    scale = _rstd(spread, eps)
-    normed = stablehlo.multiply(stablehlo.subtract(x, hlo.broadcast(average, hlo.shape(x))), hlo.broadcast(scale, hlo.shape(x)))
+    scale = rstd_of(spread, eps)
+    normed = stablehlo.multiply(
+        stablehlo.subtract(x, hlo.broadcast(average, hlo.shape(x))), hlo.broadcast(scale, hlo.shape(x))
+    )
     return (
-        hlo.convert(_weighted(normed, weight, bias, dims), y.dtype),
+        hlo.convert(weighted(normed, weight, bias, dims), y.dtype),
         hlo.convert(hlo.reshape(average, mean.shape), mean.dtype),
         hlo.convert(hlo.reshape(scale, rstd.shape), rstd.dtype),
     )
@@ -127,14 +134,14 @@ def native_layer_norm_backward(
     normed = stablehlo.multiply(stablehlo.subtract(x, hlo.broadcast(average, sizes)), spread)
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        weighted = _weighted(grad, weight, None, inner)
+        pulled = weighted(grad, weight, None, inner)
         count = 1
         for i in inner:
             count *= sizes[i]
-        first = keep(weighted, inner, "add")
-        second = stablehlo.multiply(normed, keep(stablehlo.multiply(weighted, normed), inner, "add"))
+        first = keep(pulled, inner, "add")
+        second = stablehlo.multiply(normed, keep(stablehlo.multiply(pulled, normed), inner, "add"))
         mean_part = stablehlo.divide(stablehlo.add(first, second), hlo.full_like(x, max(count, 1)))
-        grad_x = stablehlo.multiply(stablehlo.subtract(weighted, mean_part), spread)
+        grad_x = stablehlo.multiply(stablehlo.subtract(pulled, mean_part), spread)
     if output_mask[1] and weight is not None:
         grad_weight = hlo.reduce(stablehlo.multiply(grad, normed), outer, "add")
     if output_mask[2] and bias is not None:
@@ -150,122 +157,39 @@ def promised(ctx: LoweringContext, *values: Value | None) -> tuple[Value | None,
     )
 
 
-# ---- batch norm
+# ---- weight norm
 
 
-def _channel(v: Value, like: Value) -> Value:
-    return hlo.broadcast_in_dim(v, hlo.shape(like), [1])
+def norm_but(x: Value, dim: int) -> Value:
+    """The Euclidean norm over all axes but ``dim``, kept as size 1."""
+    others = [i for i in range(hlo.rank(x)) if i != dim % hlo.rank(x)]
+    kept = [1 if i in others else n for i, n in enumerate(hlo.shape(x))]
+    return hlo.reshape(stablehlo.sqrt(hlo.reduce(stablehlo.multiply(x, x), others, "add")), kept)
 
 
-def _batch_norm(
-    ctx: LoweringContext,
-    input: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running: tuple[Value, Value] | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Value, Value, Value, list[Value]]:
-    """(y, saved mean, saved rstd, new running statistics)."""
-    kind = dtypes.opmath(hlo.dtype(input))
-    x = hlo.convert(input, kind)
-    dims = [i for i in range(hlo.rank(x)) if i != 1]
-    channels = [hlo.shape(x)[1]]
-    updated: list[Value] = []
-    if training:
-        spread, average = (hlo.reshape(v, channels) for v in moments(x, dims, 0))
-        scale = _rstd(spread, eps)
-        if running is not None:
-            count = hlo.numel(x) // max(channels[0], 1)
-            unbiased = stablehlo.multiply(spread, hlo.full_like(spread, count / max(count - 1, 1)))
-            for old, new in zip(running, (average, unbiased), strict=True):
-                before = stablehlo.multiply(hlo.convert(old, kind), hlo.full_like(new, 1 - momentum))
-                after = stablehlo.add(before, stablehlo.multiply(new, hlo.full_like(new, momentum)))
-                updated.append(hlo.convert(after, hlo.dtype(old)))
-    else:
-        assert running is not None
-        average, spread = (hlo.convert(v, kind) for v in running)
-        scale = _rstd(spread, eps)
-        updated = list(running)
-    y = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
-    return hlo.convert(_weighted(y, weight, bias, [1]), ctx.outs[0].dtype), average, scale, updated
+@lowers(aten._weight_norm_interface.default)
+def weight_norm_interface(ctx: LoweringContext, v: Value, g: Value, dim: int = 0) -> tuple[Value | None, ...]:
+    kind = dtypes.opmath(hlo.dtype(v))
+    wide = hlo.convert(v, kind)
+    norms = norm_but(wide, dim)
+    scale = stablehlo.divide(hlo.convert(g, kind), norms)
+    return promised(ctx, stablehlo.multiply(wide, hlo.broadcast(scale, hlo.shape(v))), norms)
 
 
-@lowers(aten._native_batch_norm_legit_functional.default)
-def native_batch_norm_legit_functional(
-    ctx: LoweringContext,
-    input: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value,
-    running_var: Value,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Value, ...]:
-    running = (running_mean, running_var)
-    y, average, scale, updated = _batch_norm(ctx, input, weight, bias, running, training, momentum, eps)
-    saved = [hlo.convert(v, s.dtype) if hlo.shape(v) == list(s.shape) else hlo.full(0, s.dtype, s.shape) for v, s in zip((average, scale), ctx.outs[1:3], strict=True)]
-    return y, *saved, *updated
-
-
-@lowers(aten._native_batch_norm_legit.no_stats)
-def native_batch_norm_legit_no_stats(
-    ctx: LoweringContext, input: Value, weight: Value | None, bias: Value | None, training: bool, momentum: float, eps: float
-) -> tuple[Value, ...]:
-    y, average, scale, _ = _batch_norm(ctx, input, weight, bias, None, True, momentum, eps)
-    return y, hlo.convert(average, ctx.outs[1].dtype), hlo.convert(scale, ctx.outs[2].dtype)
-
-
-@lowers(aten._native_batch_norm_legit_no_training.default)
-def native_batch_norm_legit_no_training(
-    ctx: LoweringContext,
-    input: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value,
-    running_var: Value,
-    momentum: float,
-    eps: float,
-) -> tuple[Value, ...]:
-    y, *_ = _batch_norm(ctx, input, weight, bias, (running_mean, running_var), False, momentum, eps)
-    return y, *(hlo.full(0, s.dtype, s.shape) for s in ctx.outs[1:])
-
-
-@lowers(aten.native_batch_norm_backward.default)
-def native_batch_norm_backward(
-    ctx: LoweringContext,
-    grad_out: Value,
-    input: Value,
-    weight: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
-    save_mean: Value | None,
-    save_invstd: Value | None,
-    train: bool,
-    eps: float,
-    output_mask: Sequence[bool],
+@lowers(aten._weight_norm_interface_backward.default)
+def weight_norm_interface_backward(
+    ctx: LoweringContext, grad_w: Value, saved_v: Value, saved_g: Value, saved_norms: Value, dim: int
 ) -> tuple[Value | None, ...]:
-    kind = dtypes.opmath(hlo.dtype(input))
-    grad, x = hlo.convert(grad_out, kind), hlo.convert(input, kind)
-    dims = [i for i in range(hlo.rank(x)) if i != 1]
-    if train:
-        assert save_mean is not None and save_invstd is not None
-        average, scale = hlo.convert(save_mean, kind), hlo.convert(save_invstd, kind)
-    else:
-        assert running_mean is not None and running_var is not None
-        average, scale = hlo.convert(running_mean, kind), _rstd(hlo.convert(running_var, kind), eps)
-    normed = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
-    grad_sum = hlo.reduce(grad, dims, "add")
-    grad_dot = hlo.reduce(stablehlo.multiply(grad, normed), dims, "add")
-    factor = scale if weight is None else stablehlo.multiply(scale, hlo.convert(weight, kind))
-    centred = grad
-    if train:
-        count = hlo.full_like(grad_sum, max(hlo.numel(x) // max(hlo.shape(x)[1], 1), 1))
-        centred = stablehlo.subtract(centred, _channel(stablehlo.divide(grad_sum, count), x))
-        centred = stablehlo.subtract(centred, stablehlo.multiply(normed, _channel(stablehlo.divide(grad_dot, count), x)))
-    return promised(ctx, stablehlo.multiply(centred, _channel(factor, x)), grad_dot, grad_sum)
+    kind = dtypes.opmath(hlo.dtype(saved_v))
+    grad, v, g, norms = (hlo.convert(x, kind) for x in (grad_w, saved_v, saved_g, saved_norms))
+    sizes, at = hlo.shape(v), dim % hlo.rank(v)
+    others = [i for i in range(len(sizes)) if i != at]
+    pull = hlo.reshape(hlo.reduce(stablehlo.multiply(grad, v), others, "add"), hlo.shape(norms))
+    of_g = stablehlo.divide(pull, norms)
+    scale = stablehlo.divide(g, norms)
+    along = stablehlo.divide(of_g, norms)
+    across = stablehlo.subtract(grad, stablehlo.multiply(v, hlo.broadcast(along, sizes)))
+    return promised(ctx, stablehlo.multiply(across, hlo.broadcast(scale, sizes)), of_g)
 
 
 # ---- group norm
@@ -273,16 +197,24 @@ def native_batch_norm_backward(
 
 @lowers(aten.native_group_norm.default)
 def native_group_norm(
-    ctx: LoweringContext, input: Value, weight: Value | None, bias: Value | None, N: int, C: int, HxW: int, group: int, eps: float
+    ctx: LoweringContext,
+    input: Value,
+    weight: Value | None,
+    bias: Value | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
 ) -> tuple[Value, ...]:
     y, mean, rstd = ctx.outs
     x = hlo.convert(input, dtypes.opmath(hlo.dtype(input)))
     grouped = hlo.reshape(x, [N, group, (C // group) * HxW])
     spread, average = moments(grouped, [2], 0)
-    scale = _rstd(spread, eps)
+    scale = rstd_of(spread, eps)
     sizes = hlo.shape(grouped)
     normed = stablehlo.multiply(stablehlo.subtract(grouped, hlo.broadcast(average, sizes)), hlo.broadcast(scale, sizes))
-    result = _weighted(hlo.reshape(normed, hlo.shape(x)), weight, bias, [1])
+    result = weighted(hlo.reshape(normed, hlo.shape(x)), weight, bias, [1])
     return (
         hlo.convert(result, y.dtype),
         hlo.convert(hlo.reshape(average, mean.shape), mean.dtype),
