@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import func
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
-from tpu_compile.errors import Gap, RuleMismatch, UnsupportedDtype, UnsupportedOp
+from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
@@ -153,6 +153,7 @@ class GraphWalk:
     tiers: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
     node: Node | None = None
+    caller: Node | None = None  # the node of the whole graph whose subgraph is being lowered
     _seed: ir.Value | None = None
 
     # ---- what rules may use
@@ -179,7 +180,8 @@ class GraphWalk:
     def subgraph(self, graph_module: GraphModule, arguments: Sequence[Any]) -> list[Any]:
         outer_module, outer_env = self.graph_module, self.env
         self.graph_module, self.env = graph_module, {}
-        outer_where, outer_out = self.ctx.where, self.ctx.out
+        outer_where, outer_out, outer_caller = self.ctx.where, self.ctx.out, self.caller
+        self.caller = self.caller or self.node
         try:
             placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
             self.env.update(zip(placeholders, arguments, strict=True))
@@ -192,17 +194,20 @@ class GraphWalk:
             raise AssertionError("a graph without output")
         finally:
             self.graph_module, self.env = outer_module, outer_env
-            self.ctx.where, self.ctx.out = outer_where, outer_out
+            self.ctx.where, self.ctx.out, self.caller = outer_where, outer_out, outer_caller
 
     # ---- specs
 
     def number(self, value: Any) -> Any:
         """A Python number: itself, or a symbolic one with the bindings put in."""
         if isinstance(value, _SYMBOLIC):
-            result = (
-                value.node.expr.xreplace(self.bindings) if hasattr(value.node.expr, "xreplace") else value.node.expr
-            )
-            return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](result)
+            expression = value.node.expr
+            bound = expression.xreplace(self.bindings) if hasattr(expression, "xreplace") else expression
+            if getattr(bound, "free_symbols", None):
+                raise LoweringError(
+                    f"the size {expression} is not decided by the graph's arguments, at {self.ctx.where}"
+                )
+            return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](bound)
         return value
 
     def spec(self, value: torch.Tensor, *, strided: bool = False) -> TensorSpec:
@@ -264,7 +269,7 @@ class GraphWalk:
             self.tiers[rule.tier] += 1
         except (Refusal, UnsupportedDtype) as refusal:
             reason, hint = (refusal.reason, refusal.hint) if isinstance(refusal, Refusal) else (str(refusal), "")
-            self.gaps.append((node, Gap(str(node.target), reason, str(ctx.where or ""), hint)))
+            self.gaps.append((self.caller or node, Gap(str(node.target), reason, str(ctx.where or ""), hint)))
             result = self.stand_in(promised)
         if node.target is aten.copy_.default:
             self.mutations.append((node, result))
@@ -376,6 +381,7 @@ def lower(
 
     Raises:
         UnsupportedOp: with every gap of the graph.
+        LoweringError: a symbolic size that the arguments do not decide.
         RuleMismatch: a rule broke its promise (our bug).
     """
     gaps = missing(graph_module)
