@@ -157,7 +157,13 @@ def absorbing_product(a: Value, b: Value) -> Value:
     """``a * b``, where a zero factor wins over an infinite or NaN one, as C's complex functions have it."""
     zero, one = hlo.full_like(a, 0), hlo.full_like(a, 1)
     a_zero, b_zero = hlo.compare(a, zero, "EQ"), hlo.compare(b, zero, "EQ")
-    return stablehlo.multiply(hlo.select(b_zero, with_sign(one, a), a), hlo.select(a_zero, with_sign(one, b), b))
+    unit_a = hlo.select(stablehlo.and_(b_zero, stablehlo.not_(a_zero)), with_sign(one, a), a)
+    return stablehlo.multiply(unit_a, hlo.select(a_zero, with_sign(one, b), b))
+
+
+def scaled_parts(x: Value, factor: float) -> Value:
+    """``x`` times a real number: as a complex product, an infinite part would make the other one NaN."""
+    return stablehlo.complex(*(stablehlo.multiply(part, hlo.full_like(part, factor)) for part in parts(x)))
 
 
 def _odd(function: Callable[[Value], Value]) -> Callable[[Value], Value]:

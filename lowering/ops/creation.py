@@ -132,3 +132,75 @@ def eye_m(ctx: LoweringContext, n: int, m: int, **_: Any) -> Value:
 def _eye(ctx: LoweringContext) -> Value:
     rows, columns = hlo.iota(ctx.out.shape, 0), hlo.iota(ctx.out.shape, 1)
     return hlo.convert(hlo.compare(rows, columns, "EQ"), ctx.out.dtype)
+
+
+# ---- positions of a triangle, row by row
+
+
+@lowers(aten.tril_indices.default)
+def tril_indices(ctx: LoweringContext, row: int, col: int, offset: int = 0, **_: Any) -> Value:
+    """A trapezoid whose rows grow by one, then full rows."""
+    kind = _index_dtype(ctx)
+    skipped = max(0, -offset)
+    first = max(1, 1 + offset)
+    growing = max(0, min(row - skipped, col - first + 1)) if first <= col else 0
+    size = growing * first + growing * (growing - 1) // 2
+    counts = hlo.iota(ctx.out.shape[1:], 0, kind)
+    rows, columns = _trapezoid(counts, first)
+    rows = stablehlo.add(rows, hlo.full_like(rows, skipped))
+    beyond = _rectangle(stablehlo.subtract(counts, hlo.full_like(counts, size)), col, skipped + growing)
+    inside = hlo.compare(counts, hlo.full_like(counts, size), "LT")
+    return _pairs(ctx, [hlo.select(inside, a, b) for a, b in zip((rows, columns), beyond, strict=True)])
+
+
+@lowers(aten.triu_indices.default)
+def triu_indices(ctx: LoweringContext, row: int, col: int, offset: int = 0, **_: Any) -> Value:
+    """Full rows, then a trapezoid whose rows shrink by one: seen from its end, one whose rows grow."""
+    kind = _index_dtype(ctx)
+    full_rows = min(max(0, -offset), row)
+    longest = max(0, col - max(0, offset))
+    shrinking = min(row - full_rows, longest)
+    counts = hlo.iota(ctx.out.shape[1:], 0, kind)
+    from_end = stablehlo.subtract(hlo.full_like(counts, ctx.out.shape[1] - 1), counts)
+    rows, columns = _trapezoid(from_end, max(1, longest - shrinking + 1))
+    rows = stablehlo.subtract(hlo.full_like(rows, full_rows + shrinking - 1), rows)
+    columns = stablehlo.subtract(hlo.full_like(columns, col - 1), columns)
+    before = _rectangle(counts, col, 0)
+    inside = hlo.compare(counts, hlo.full_like(counts, full_rows * col), "LT")
+    return _pairs(ctx, [hlo.select(inside, a, b) for a, b in zip(before, (rows, columns), strict=True)])
+
+
+def _index_dtype(ctx: LoweringContext) -> torch.dtype:
+    return torch.int32 if ctx.out.shape[1] < 2**30 else torch.int64
+
+
+def _pairs(ctx: LoweringContext, axes: list[Value]) -> Value:
+    return hlo.concatenate([hlo.convert(hlo.unsqueeze(a, 0), ctx.out.dtype) for a in axes], 0)
+
+
+def _rectangle(counts: Value, width: int, first_row: int) -> tuple[Value, Value]:
+    wide = hlo.full_like(counts, max(width, 1))
+    rows = stablehlo.add(stablehlo.divide(counts, wide), hlo.full_like(counts, first_row))
+    return rows, stablehlo.remainder(counts, wide)
+
+
+def _trapezoid(counts: Value, first: int) -> tuple[Value, Value]:
+    """(row, column) of each place in rows of ``first``, ``first + 1``, … places: row r starts at r·first + r(r-1)/2.
+
+    The quadratic is solved in float32, which may be off by one row; integers put it right.
+    """
+    n = hlo.convert(counts, torch.float32)
+    slope = 2 * first - 1
+    root = stablehlo.sqrt(stablehlo.add(hlo.full_like(n, slope * slope), stablehlo.multiply(n, hlo.full_like(n, 8))))
+    guess = stablehlo.divide(stablehlo.multiply(n, hlo.full_like(n, 4)), stablehlo.add(root, hlo.full_like(n, slope)))
+    rows = hlo.convert(guess, hlo.dtype(counts))
+    one = hlo.full_like(rows, 1)
+
+    def start(row: Value) -> Value:
+        before = stablehlo.divide(stablehlo.multiply(row, stablehlo.subtract(row, one)), hlo.full_like(row, 2))
+        return stablehlo.add(stablehlo.multiply(row, hlo.full_like(row, first)), before)
+
+    rows = hlo.select(hlo.compare(start(rows), counts, "GT"), stablehlo.subtract(rows, one), rows)
+    following = stablehlo.add(rows, one)
+    rows = hlo.select(hlo.compare(start(following), counts, "LE"), following, rows)
+    return rows, stablehlo.subtract(counts, start(rows))

@@ -65,7 +65,7 @@ def trunc_value(x: Value) -> Value:
 def floor_quotient(x: Value, y: Value, kept: torch.dtype) -> Value:
     """Python's ``//``. For floats it comes from the exact remainder, so that 1.0 // 0.1 is 9; torch rounds each step
     of it to ``kept``."""
-    return _float_floor_quotient(x, y, _rounder(kept)) if _floating(x) else _integer_floor_quotient(x, y)
+    return _float_floor_quotient(x, y, rounder(kept)) if _floating(x) else _integer_floor_quotient(x, y)
 
 
 def _integer_floor_quotient(x: Value, y: Value) -> Value:
@@ -91,7 +91,7 @@ def _float_floor_quotient(x: Value, y: Value, rounded: Callable[[Value], Value])
     return hlo.select(hlo.compare(y, zero, "EQ"), plain, whole)
 
 
-def _rounder(kept: torch.dtype) -> Callable[[Value], Value]:
+def rounder(kept: torch.dtype) -> Callable[[Value], Value]:
     """Rounds a float32 value to 16 bits and back, if ``kept`` is a 16-bit float."""
     if dtypes.opmath(kept) == kept:
         return lambda value: value

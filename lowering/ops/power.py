@@ -12,7 +12,7 @@ from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.bitwise import split_exponent
-from tpu_compile.lowering.ops.complex import complex_log, complex_sqrt
+from tpu_compile.lowering.ops.complex import complex_log, complex_sqrt, scaled_parts
 from tpu_compile.lowering.registry import elementwise, lowers, operand
 
 aten = torch.ops.aten
@@ -125,7 +125,7 @@ def square(ctx: LoweringContext, x: Value) -> Value:
 @elementwise(aten.exp2.default)
 def exp2(ctx: LoweringContext, x: Value) -> Value:
     if hlo.dtype(x).is_complex:
-        return stablehlo.exponential(stablehlo.multiply(x, hlo.full_like(x, math.log(2))))
+        return stablehlo.exponential(scaled_parts(x, math.log(2)))
     return stablehlo.power(hlo.full_like(x, 2), x)
 
 
@@ -141,10 +141,9 @@ def log10(ctx: LoweringContext, x: Value) -> Value:
 
 def _logarithm(x: Value, base: int) -> Value:
     """From the exponent and the mantissa apart, so that whole powers of the base give whole numbers."""
-    scale = hlo.full_like(x, 1 / math.log(base))
     if hlo.dtype(x).is_complex:
-        return stablehlo.multiply(complex_log(x), scale)
-    kind = hlo.dtype(x)
+        return scaled_parts(complex_log(x), 1 / math.log(base))
+    kind, scale = hlo.dtype(x), hlo.full_like(x, 1 / math.log(base))
     mantissa, exponent = split_exponent(x)
     small = hlo.compare(mantissa, hlo.full_like(x, math.sqrt(0.5)), "LT")
     mantissa = hlo.select(small, stablehlo.add(mantissa, mantissa), mantissa)
