@@ -292,7 +292,8 @@ def _open(platform: str, options: Mapping[str, str]) -> Client:
         raise ConfigError(f"The embedded CPU client takes no plugin options, got {', '.join(options)}")
     # A call waits for its results anyway: on the calling thread it saves the hand-over to another, 20 of 26 µs for a
     # small program.
-    return Client(xc.make_cpu_client(asynchronous=False), {"plugin": "embedded"})
+    identity = {"plugin": "embedded", "plugin_build": toolchain_parts()["jaxlib_build"]}
+    return Client(xc.make_cpu_client(asynchronous=False), identity)
 
 
 def register_custom_call(name: str, function: Any) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import tempfile
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jaxlib
 import numpy as np
 from jaxlib import xla_client as xc
 
@@ -58,9 +58,11 @@ def _option_value(text: str) -> bool | str:
 
 @cache
 def toolchain_parts() -> dict[str, str]:
-    """Compiler versions and the flags that the environment gives them, labelled for the cache key."""
+    """The compiler that this process has loaded and the flags that the environment gives it, labelled for the cache
+    key."""
     return {
-        "jaxlib": version("jaxlib"),
+        "jaxlib": jaxlib.__version__,  # not what is installed: an upgrade does not reach a running process
+        "jaxlib_build": keys.library_build(str(keys.largest_library(Path(jaxlib.__file__).parent))),
         "xla_flags": keys.flags_part("XLA_FLAGS"),
         "libtpu_init_args": keys.flags_part("LIBTPU_INIT_ARGS"),
     }

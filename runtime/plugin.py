@@ -17,7 +17,7 @@ from typing import Any
 
 from tpu_compile.config import environment
 from tpu_compile.errors import ConfigError, DeviceError, PluginNotFound
-from tpu_compile.runtime import status
+from tpu_compile.runtime import keys, status
 
 _log = logging.getLogger(__name__)
 _GROUPS = ("jax_plugins", "xla_plugins")
@@ -197,7 +197,8 @@ def open_plugin(platform: str, options: Mapping[str, str]) -> tuple[Any, dict[st
         client = xc.make_c_api_client(registered, {**base, **given})
     except RuntimeError as error:
         raise _open_error(error, info, given) from error
-    return client, {"plugin": f"{info.name if info.how != 'path' else Path(info.path).name} {info.version}"}
+    name = info.name if info.how != "path" else Path(info.path).name
+    return client, {"plugin": f"{name} {info.version}", "plugin_build": keys.library_build(info.path)}
 
 
 def _open_error(error: RuntimeError, info: PluginInfo, given: Mapping[str, Any]) -> DeviceError | ConfigError:

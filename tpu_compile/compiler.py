@@ -34,8 +34,8 @@ class Runtime:
     """The process's executables in memory. There is one: ``runtime``."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._executables: dict[Any, Any] = {}
+        self._executables: dict[Any, Compiled] = {}
+        self._locks: dict[Any, threading.Lock] = {}
 
     @property
     def client(self) -> Any:
@@ -43,22 +43,20 @@ class Runtime:
         return open_client(config.platform, config.plugin_options)
 
     def executable(self, program: Program, options: CompileOptions) -> Compiled:
-        """Load or compile a program: memory, then disk, then XLA."""
+        """Load or compile a program: memory, then disk, then XLA. Threads wait only for the program they want."""
         client = self.client
-        with self._lock:
-            key = (program.digest, options, id(client))
+        key = (program.digest, options, id(client))
+        with self._locks.setdefault(key, threading.Lock()):
             found = self._executables.get(key)
             if found is not None:
                 count("memory_hits")
                 return Compiled(program, found.executable, found.key, client, "memory")
-            result = _load_or_compile(program, options, client)
-            self._executables[key] = result
+            self._executables[key] = result = _load_or_compile(program, options, client)
             return result
 
     def forget(self) -> None:
         """Drop the executables held in memory (those in use stay alive with their users)."""
-        with self._lock:
-            self._executables.clear()
+        self._executables.clear()
 
 
 runtime = Runtime()

@@ -1,0 +1,59 @@
+"""Threads that compile at the same time: they wait for each other only where they want the same program."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tpu_compile import compiler, stages
+from tpu_compile.compiler import Compiled, options_in_force
+
+
+def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = stages.trace(torch.sin, torch.ones(3)).lower().program
+    quick = stages.trace(torch.cos, torch.ones(3)).lower().program
+    started, let_go = threading.Event(), threading.Event()
+    made: list[str] = []
+    true_way = compiler._load_or_compile
+
+    def load_or_compile(program: Any, *rest: Any) -> Compiled:
+        if program.digest == slow.digest:
+            made.append("slow")
+            started.set()
+            assert let_go.wait(60)
+        return true_way(program, *rest)
+
+    monkeypatch.setattr(compiler, "_load_or_compile", load_or_compile)
+    options, runtime = options_in_force(), compiler.Runtime()
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(runtime.executable, slow, options)
+        assert started.wait(60)
+        second = threads.submit(runtime.executable, replace(slow, name="again"), options)
+        assert threads.submit(runtime.executable, quick, options).result(60).origin in ("xla", "disk")
+        assert not first.done() and not second.done()
+        let_go.set()
+        assert first.result(60).executable is second.result(60).executable
+    assert made == ["slow"], "the second thread waited and took what the first had made"
+    assert second.result().origin == "memory"
+
+
+def test_a_failed_compile_lets_the_next_thread_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = stages.trace(torch.sin, torch.ones(3)).lower().program
+    true_way, attempts = compiler._load_or_compile, []
+
+    def load_or_compile(*arguments: Any) -> Compiled:
+        attempts.append(threading.get_ident())
+        if len(attempts) == 1:
+            raise RuntimeError("the first one fails")
+        return true_way(*arguments)
+
+    monkeypatch.setattr(compiler, "_load_or_compile", load_or_compile)
+    runtime = compiler.Runtime()
+    with pytest.raises(RuntimeError, match="the first one fails"):
+        runtime.executable(program, options_in_force())
+    assert runtime.executable(program, options_in_force()).executable is not None
