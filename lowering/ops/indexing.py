@@ -124,6 +124,27 @@ def index_put(
     return scatter_at(x, at.vectors, values, "add" if accumulate else "second", update_window=at.window, dims=at.dims)
 
 
+@lowers(aten._unsafe_masked_index_put_accumulate.default)
+def unsafe_masked_index_put_accumulate(
+    ctx: LoweringContext, x: Value, mask: Value, indices: Sequence[Value | None], values: Value
+) -> Value:
+    """index_put that adds only where ``mask`` holds, at indices clamped into range. torch rounds after each addition."""
+    sizes = hlo.shape(x)
+    if not hlo.numel(x):
+        return x
+    bounded = [i if i is None else _clamped(i, sizes[d]) for d, i in enumerate(indices)]
+    values = hlo.convert(values, hlo.dtype(x))
+    at = picked(x, bounded)
+    values = hlo.select(hlo.broadcast(mask, hlo.shape(values)), values, hlo.full_like(values, 0))
+    return scatter_at(
+        x, at.vectors, hlo.broadcast(values, at.shape), stablehlo.add, update_window=at.window, dims=at.dims
+    )
+
+
+def _clamped(index: Value, size: int) -> Value:
+    return hlo.clamp(index, hlo.scalar(-size, hlo.dtype(index)), hlo.scalar(size - 1, hlo.dtype(index)))
+
+
 def _without_leading_ones(values: Value, rank: int) -> Value:
     extra = max(hlo.rank(values) - rank, 0)
     return hlo.squeeze(values, range(extra))
@@ -139,7 +160,7 @@ def scatter_at(
     dims: Sequence[int],
     **batching: Any,
 ) -> Value:
-    """Combine ``updates`` into ``x`` at index vectors. 16-bit sums and products accumulate in float32 and are rounded once."""
+    """Combine ``updates`` into ``x`` at index vectors. Named 16-bit sums and products are made in float32 and rounded once."""
     kind = hlo.dtype(x)
     wide = dtypes.opmath(kind) if combine in ("add", "multiply") else kind
     if kind == torch.bool and combine in ("add", "multiply"):

@@ -198,12 +198,13 @@ def var_mean(ctx: LoweringContext, x: Value, dim: Any = None, *, correction: Any
 
 @lowers(aten.logsumexp.default)
 def logsumexp(ctx: LoweringContext, x: Value, dim: Any, keepdim: bool = False) -> Value:
+    """Shifted by the greatest (real part), so that nothing overflows."""
     x = hlo.convert(x, dtypes.opmath(ctx.out.dtype))
     dims = axes(dim, hlo.rank(x))
     kept = [1 if i in dims else s for i, s in enumerate(hlo.shape(x))]
-    top = hlo.reduce(x, dims, "maximum")
-    finite = hlo.compare(stablehlo.abs(top), hlo.full_like(top, float("inf")), "LT")
-    top = hlo.select(finite, top, hlo.full_like(top, 0))
+    top = hlo.reduce(stablehlo.real(x) if hlo.dtype(x).is_complex else x, dims, "maximum")
+    finite = hlo.compare(stablehlo.abs(top), hlo.full_like(top, math.inf), "LT")
+    top = hlo.convert(hlo.select(finite, top, hlo.full_like(top, 0)), hlo.dtype(x))
     shifted = stablehlo.subtract(x, hlo.broadcast(hlo.reshape(top, kept), hlo.shape(x)))
     total = hlo.reduce(stablehlo.exponential(shifted), dims, "add")
     return _finish(ctx.out, stablehlo.add(stablehlo.log(total), top))

@@ -29,30 +29,33 @@ def before(a: Value, b: Value, descending: bool = False) -> Value:
     return stablehlo.or_(less, stablehlo.and_(hlo.is_nan(b), stablehlo.not_(hlo.is_nan(a))))
 
 
-def sort_with_positions(x: Value, at: int, descending: bool = False) -> tuple[Value, Value]:
-    """(sorted values, their former positions as i32), stable."""
+def sort_with_positions(
+    x: Value, at: int, descending: bool = False, stable: bool = True
+) -> tuple[Value, Value]:
+    """(sorted values, their former positions as i32)."""
     positions = hlo.iota(hlo.shape(x), at)
-    values, order = hlo.sort([x, positions], at, lambda a, b, *_: before(a, b, descending))
+    values, order = hlo.sort([x, positions], at, lambda a, b, *_: before(a, b, descending), stable)
     return values, order
 
 
-def _sorted(x: Value, dim: int, descending: bool) -> tuple[Value, Value]:
+def _sorted(x: Value, dim: int, descending: bool, stable: bool) -> tuple[Value, Value]:
     if not hlo.rank(x):
         return x, hlo.full(0, torch.int64, ())
-    values, order = sort_with_positions(x, axis(dim, hlo.rank(x)), descending)
+    values, order = sort_with_positions(x, axis(dim, hlo.rank(x)), descending, stable)
     return values, hlo.convert(order, torch.int64)
 
 
 @lowers(aten.sort.default)
 def sort(ctx: LoweringContext, x: Value, dim: int = -1, descending: bool = False) -> tuple[Value, Value]:
-    return _sorted(x, dim, descending)
+    """Equal elements come in no promised order; on a CPU, torch and XLA happen to run the same std::sort."""
+    return _sorted(x, dim, descending, stable=False)
 
 
 @lowers(aten.sort.stable)
 def sort_stable(
     ctx: LoweringContext, x: Value, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[Value, Value]:
-    return _sorted(x, dim, descending)
+    return _sorted(x, dim, descending, bool(stable))
 
 
 @lowers(aten.topk.default)
