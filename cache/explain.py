@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from tpu_compile.cache.faults import contained
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _MOST_LINES = 12
 _MOST_OF_A_PART = 4
 """Another model differs in every argument: a few of them say so, and leave room for the other parts."""
+_DETAILS = ("ops",)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _FLAGS = {"xla_flags": "XLA flag --", "libtpu_init_args": "libtpu flag --"}
 """Labels whose words are command-line flags, as their users write them."""
 
@@ -32,19 +35,27 @@ class Nearest:
     differences: tuple[str, ...]
 
 
-def explain_miss(store: CacheStore, key: CacheKey) -> str:
-    """Why ``key`` was not found: the nearest stored entry, and every part that differs from it."""
+def explain_miss(store: CacheStore, key: CacheKey, metadata: Mapping[str, Any] = _NOTHING) -> str:
+    """Why ``key`` was not found: the nearest stored entry, and every part that differs from it. ``metadata``: what
+    would be stored with it."""
     found = None
     with contained("list the cache", store.folder.root):
-        found = nearest(store.entries(), key.name, key.readable, key.digest)
+        found = nearest(store.entries(), key.name, described(key.readable, metadata), key.digest)
     if found is None:
         return f"there is no entry to compare with in {store.folder.root}."
     header = found.entry.header
     return f"nearest is {header.name} ({header.digest[:12]}), which differs:\n" + bullets(found.differences)
 
 
+def described(parts: Mapping[str, str], metadata: Mapping[str, Any]) -> dict[str, str]:
+    """A key's parts, and what the metadata says readably about the part that is only a hash: the program's ops."""
+    return {**parts, **{label: str(metadata[label]) for label in _DETAILS if label in metadata}}
+
+
 def nearest(infos: Iterable[EntryInfo], name: str, parts: Mapping[str, str], digest: str = "") -> Nearest | None:
     """Of ``infos`` the one that shares most parts, then the name, then most items, then the most recently used.
+
+    ``parts`` are the key's, ``described`` or plain.
 
     The entry ``digest`` itself, where it is stored, is not compared with: explaining a stored entry means explaining
     why it had to be compiled beside the others.
@@ -56,10 +67,18 @@ def nearest(infos: Iterable[EntryInfo], name: str, parts: Mapping[str, str], dig
     def closeness(info: EntryInfo) -> tuple[int, bool, int, float]:
         stored = info.header.parts
         shared = sum(stored.get(label) == value for label, value in parts.items())
-        return shared, info.header.name == name, -len(differences(parts, stored)), info.used
+        return shared, info.header.name == name, -len(_differences(parts, info)), info.used
 
     best = max(others, key=closeness)
-    return Nearest(best, tuple(differences(parts, best.header.parts, most=_MOST_OF_A_PART)))
+    return Nearest(best, tuple(_differences(parts, best, most=_MOST_OF_A_PART)))
+
+
+def _differences(parts: Mapping[str, str], info: EntryInfo, most: int | None = None) -> list[str]:
+    """Details that only one of the two sides has say nothing."""
+    stored = described(info.header.parts, info.header.metadata)
+    one_sided = {label for label in _DETAILS if label not in parts or label not in stored}
+    new, old = ({label: v for label, v in side.items() if label not in one_sided} for side in (parts, stored))
+    return differences(new, old, most)
 
 
 def bullets(lines: Iterable[str]) -> str:

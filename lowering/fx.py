@@ -151,6 +151,7 @@ class GraphWalk:
     ffi: dict[str, None] = field(default_factory=dict)
     checks: list[tuple[ir.Value, Callable[[torch.Tensor], object]]] = field(default_factory=list)
     tiers: Counter[str] = field(default_factory=Counter)
+    ops: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
     node: Node | None = None
     caller: Node | None = None  # the node of the whole graph whose subgraph is being lowered
@@ -267,6 +268,7 @@ class GraphWalk:
                 )
                 self.check(node, promised, result)
             self.tiers[rule.tier] += 1
+            self.ops[str(node.target)] += 1
         except (Refusal, UnsupportedDtype) as refusal:
             reason, hint = (refusal.reason, refusal.hint) if isinstance(refusal, Refusal) else (str(refusal), "")
             self.gaps.append((self.caller or node, Gap(str(node.target), reason, str(ctx.where or ""), hint)))
@@ -473,6 +475,7 @@ def _finish(
         random=walk._seed is not None,
         ffi_handlers=tuple(sorted(walk.ffi)),
         ops_per_tier=tuple(sorted(walk.tiers.items())),
+        ops=tuple(sorted(walk.ops.items())),
         checks=tuple(checks),
     )
 

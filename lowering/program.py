@@ -102,6 +102,7 @@ class Program:
     random: bool = False
     ffi_handlers: tuple[str, ...] = ()
     ops_per_tier: tuple[tuple[str, int], ...] = ()
+    ops: tuple[tuple[str, int], ...] = ()
     checks: tuple[HostCheck, ...] = ()
 
 

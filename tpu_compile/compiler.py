@@ -107,7 +107,7 @@ def _load_or_compile(program: Program, options: CompileOptions, client: Any) -> 
     if loaded:
         return Compiled(program, loaded, key, client, "disk")
     if config.explain_cache_misses:
-        _explain(store, key)
+        _explain(store, key, program)
     with store.compiling(key) as late:
         loaded = late and _load(program, options, client, store, key, late.payload)
         if loaded:
@@ -127,14 +127,22 @@ def _store(store: CacheStore, key: CacheKey, executable: Any, seconds: float, pr
         except DeviceError as error:
             log.warning("%s cannot be kept in the cache: %s", program.name, error)
             return
-        metadata = {"arguments": list(map(str, program.inputs)), "results": list(map(str, program.outputs))}
-        store.put(key, payload, compile_seconds=seconds, metadata=metadata)
+        store.put(key, payload, compile_seconds=seconds, metadata=_metadata(program))
 
 
-def _explain(store: CacheStore, key: CacheKey) -> None:
+def _metadata(program: Program) -> dict[str, Any]:
+    """What an entry says about its program: for people, and for ``explain``, to whom two digests say nothing."""
+    return {
+        "arguments": list(map(str, program.inputs)),
+        "results": list(map(str, program.outputs)),
+        "ops": " ".join(f"{name.removesuffix('.default')}={number}" for name, number in program.ops),
+    }
+
+
+def _explain(store: CacheStore, key: CacheKey, program: Program) -> None:
     from tpu_compile.cache.explain import explain_miss
 
-    reason = explain_miss(store, key)
+    reason = explain_miss(store, key, _metadata(program))
     if reason:
         log.warning("cache miss of %s: %s", key.name, reason)
 

@@ -250,6 +250,10 @@ def test_a_miss_is_explained(caplog: pytest.LogCaptureFixture) -> None:
         new_keys(torch.matmul, torch.ones(4, 8), torch.ones(8, 5))
     (message,) = [record.getMessage() for record in caplog.records if "cache miss" in record.getMessage()]
     assert "argument 1: f32[8,5] was f32[8,3]" in message and "result 0: f32[4,5] was f32[4,3]" in message
+    caplog.clear()
+    with tpu_compile.override(explain_cache_misses=True):
+        new_keys(lambda a, b: (a @ b).relu(), torch.ones(4, 8), torch.ones(8, 3))
+    assert "op aten.relu=1 added" in caplog.text
 
 
 # ---- what a hit costs

@@ -19,7 +19,7 @@ import click
 
 from tpu_compile.cache import CacheStore, EntryInfo, nearest
 from tpu_compile.cache.archive import Transfer, export_archive, import_archive
-from tpu_compile.cache.explain import bullets, is_hash
+from tpu_compile.cache.explain import bullets, described, is_hash
 from tpu_compile.cli.tables import size as _bytes
 from tpu_compile.cli.tables import table
 from tpu_compile.config import KNOBS
@@ -92,13 +92,13 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
     with _explained():
         infos = list(store.entries())
     info = _select(infos, key)
-    near = nearest(infos, info.header.name, info.header.parts, info.header.digest)
+    parts = described(info.header.parts, info.header.metadata)
+    near = nearest(infos, info.header.name, parts, info.header.digest)
     if as_json:
         other = {"nearest": _record(near.entry), "differences": list(near.differences)} if near else {"nearest": None}
         click.echo(json.dumps({**_record(info), **other}, indent=1))
         return
     click.echo(f"{_printable(info.header.name)} {info.header.digest}")
-    parts = info.header.parts
     table(("part", "value"), [(_printable(label), _shorten(value, 160)) for label, value in parts.items()])
     if near is None:
         click.echo("There is no other entry to compare with.")

@@ -88,6 +88,20 @@ def test_the_message_of_a_miss(store: CacheStore) -> None:
     )
 
 
+def test_two_programs_differ_by_their_ops(store: CacheStore) -> None:
+    """Where both sides say what they are made of; two digests of programs tell a user nothing."""
+    stored = key("mlp", program="0" * 64)
+    store.put(stored, b"payload", compile_seconds=1, metadata={"ops": "aten.mm=2 aten.relu=1"})
+    missed = key("mlp", program="1" * 64)
+    assert "  - op aten.mm=3 was aten.mm=2\n  - program" in explain_miss(
+        store, missed, {"ops": "aten.mm=3 aten.relu=1"}
+    )
+    assert "op aten.gelu=1 added\n  - op aten.relu=1 removed" in explain_miss(
+        store, missed, {"ops": "aten.gelu=1 aten.mm=2"}
+    )
+    assert explain_miss(store, missed).splitlines()[1:] == ["  - program 000000000000 → 111111111111"]
+
+
 def test_explaining_is_not_using_and_counts_nothing(store: CacheStore) -> None:
     put(store, "matmul")
     explain_miss(store, key("add"))
