@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxlib.mlir.dialects import chlo, stablehlo
 
-from tpu_compile.lowering import hlo
+from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.complex import COMPLEX, magnitude
@@ -231,6 +231,14 @@ for _name, _build in {"and": stablehlo.and_, "or": stablehlo.or_, "xor": stableh
 @elementwise(aten.logical_not.default, compute="operands", opmath=False)
 def logical_not(ctx: LoweringContext, x: Value) -> Value:
     return stablehlo.not_(hlo.convert(x, torch.bool))
+
+
+@lowers("prims::fma")
+def fma(ctx: LoweringContext, a: Value, b: Value, c: Value) -> Value:
+    """Dynamo writes an in-place addcmul so. Product and sum are rounded apart, as torch's CPU kernel does."""
+    kind, shape = dtypes.opmath(ctx.out.dtype), ctx.out.shape
+    x, y, z = (hlo.broadcast(hlo.convert(v, kind), shape) for v in (a, b, c))
+    return hlo.convert(stablehlo.add(stablehlo.multiply(x, y), z), ctx.out.dtype)
 
 
 @elementwise(aten.maximum.default, opmath=False)
