@@ -98,20 +98,20 @@ def native_layer_norm(
     bias: Value | None,
     eps: float,
 ) -> tuple[Value, ...]:
-    y, mean, rstd = ctx.outs
     x = hlo.convert(input, dtypes.opmath(hlo.dtype(input)))
     rank = hlo.rank(x)
-    dims = list(range(rank - len(normalized_shape), rank))
+    return promised(ctx, *normalised(x, list(range(rank - len(normalized_shape), rank)), weight, bias, eps))
+
+
+def normalised(
+    x: Value, dims: Sequence[int], weight: Value | None, bias: Value | None, eps: float
+) -> tuple[Value, Value, Value]:
+    """(result, mean, reciprocal standard deviation) of normalising over ``dims``."""
     spread, average = moments(x, dims, 0)
     scale = rstd_of(spread, eps)
-    normed = stablehlo.multiply(
-        stablehlo.subtract(x, hlo.broadcast(average, hlo.shape(x))), hlo.broadcast(scale, hlo.shape(x))
-    )
-    return (
-        hlo.convert(weighted(normed, weight, bias, dims), y.dtype),
-        hlo.convert(hlo.reshape(average, mean.shape), mean.dtype),
-        hlo.convert(hlo.reshape(scale, rstd.shape), rstd.dtype),
-    )
+    centred = stablehlo.subtract(x, hlo.broadcast(average, hlo.shape(x)))
+    normed = stablehlo.multiply(centred, hlo.broadcast(scale, hlo.shape(x)))
+    return weighted(normed, weight, bias, dims), average, scale
 
 
 @lowers(aten.native_layer_norm_backward.default)
