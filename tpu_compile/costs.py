@@ -14,8 +14,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from tpu_compile.lowering import fx
-from tpu_compile.lowering.context import SourceLine
+from tpu_compile.places import place
 
 aten = torch.ops.aten
 _MOVES = frozenset(
@@ -47,7 +46,7 @@ class NodeCost:
     op: str
     flops: int
     bytes: int
-    where: SourceLine | None
+    where: str
 
 
 def node_costs(graph_module: GraphModule, bindings: Mapping[Any, int] | None = None) -> list[NodeCost]:
@@ -77,7 +76,7 @@ def _cost(node: Node, bindings: Mapping[Any, int]) -> NodeCost:
             if node.target.overloadpacket in _MOVES
             else max((elements for elements, _ in (*read, *written)), default=0)
         )
-    return NodeCost(node.name, str(node.target), flops, sum(size for _, size in (*read, *written)), fx.where(node))
+    return NodeCost(node.name, str(node.target), flops, sum(size for _, size in (*read, *written)), place(node))
 
 
 def _sizes(values: list[Any], bindings: Mapping[Any, int]) -> list[tuple[int, int]]:

@@ -139,9 +139,9 @@ class Lowered:
         with override(**check_options(options or {})):
             chosen = compiler.options_in_force()
             if target:
-                return Compiled(
-                    self.traced.graph_module, compile_for(self, target, chosen), self._bindings, self.traced
-                )
+                program = (self if self.family == "tpu" else self.traced.lower("tpu")).program
+                there = _compile_for(target, program, chosen)
+                return Compiled(self.traced.graph_module, there, self._bindings, self.traced)
             built = compiler.runtime.executable(self.program, chosen)
             return Compiled(self.traced.graph_module, built, self._bindings, self.traced, self._runner(built))
 
@@ -156,16 +156,13 @@ class Lowered:
         return CallPlan(built.program, built.executable, built.client, found.kept)
 
 
-def compile_for(lowered: Lowered, target: str, options: CompileOptions) -> compiler.Compiled:
-    """A program compiled for a TPU slice by name; lowered anew if it was lowered for another kind of device."""
+def _compile_for(target: str, program: Program, options: CompileOptions) -> compiler.Compiled:
     from tpu_compile.runtime.topology import topology
 
     chips = topology(target)
-    program = (lowered if lowered.family == chips.family else lowered.traced.lower(chips.family)).program
     with timed("xla", program.name):
         executable = chips.compile(program.bytecode, program.name, options)
-    key = compiler.cache_key(program, options, chips)
-    return compiler.Compiled(program, executable, key, chips, "xla")
+    return compiler.Compiled(program, executable, compiler.cache_key(program, options, chips), chips, "xla")
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,7 @@ class Compiled:
 
     @property
     def overwritten(self) -> dict[str, str]:
-        """Each argument that the program writes to, and whether its buffer is donated to the new contents, or why not."""
+        """Each argument that the program writes to: its buffer is donated to the new contents, or why it is not."""
         placeholders = self.graph_module.graph.find_nodes(op="placeholder")
         return {
             placeholders[position].meta.get("argument", placeholders[position].name): self._donation(
@@ -275,9 +272,13 @@ def _departure(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return "reads something beside its arguments (an attribute, a global) that has changed. Trace it anew."
 
 
-def recorded(lowering: compiler.Lowering) -> Compiled:
-    """What a ``compiler.record()`` block saw, as a stage."""
-    return Compiled(lowering.graph, lowering.compiled, lowering.bindings)
+def recorded(lowering: compiler.Lowering, target: str = "") -> Compiled:
+    """What a ``compiler.record()`` block saw, as a stage; compiled anew for ``target`` if one is named."""
+    if not target:
+        return Compiled(lowering.graph, lowering.compiled, lowering.bindings)
+    program = compiler.lower_graph(lowering.graph, lowering.name, dict(lowering.bindings), "tpu")
+    built = _compile_for(target, program, compiler.options_in_force())
+    return Compiled(lowering.graph, built, lowering.bindings)
 
 
 def fx_text(graph_module: GraphModule) -> str:

@@ -110,7 +110,7 @@ def test_ops_cost_what_their_shapes_say_and_know_their_lines() -> None:
     product = found["aten.mm.default"]
     assert (product.flops, product.bytes) == (2 * 16 * 8 * 4, 4 * (8 * 16 + 8 * 4 + 16 * 4))
     assert found["aten.sum.default"].flops == 16 * 4
-    assert product.where is not None and product.where.code.strip() == "return torch.relu(x.t() @ w).sum()"
+    assert product.where.endswith(" return torch.relu(x.t() @ w).sum()") and "test_stages.py:" in product.where
 
 
 def test_attributes_describe_the_arguments() -> None:

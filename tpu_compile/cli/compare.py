@@ -189,7 +189,7 @@ def _plain(culprit: Culprit, reproducer: Reproducer) -> dict[str, Any]:
         "op": culprit.op,
         "node": culprit.node,
         "graph": culprit.name,
-        "where": str(culprit.where or ""),
+        "where": culprit.where,
         "ops": culprit.ops,
         "problem": culprit.difference.problem,
         "reproducer": str(reproducer.program),

@@ -32,6 +32,7 @@ def parse_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]
 @click.option(
     "--option", "options", multiple=True, callback=parse_options, metavar="NAME=VALUE", help="As options={...}."
 )
+@click.option("--target", "chips", default="", metavar="SLICE", help="Compile for a TPU that is not here: v5e:2x2.")
 @click.option("--top", default=10, show_default=True, help="How many of the largest ops to list.")
 def inspect(
     target: str,
@@ -41,6 +42,7 @@ def inspect(
     grad: bool,
     dynamic: bool,
     options: dict[str, str],
+    chips: str,
     top: int,
 ) -> None:
     """What a model becomes: its graphs, StableHLO, HLO, costs, memory, cache key.
@@ -52,7 +54,7 @@ def inspect(
     with progress(f"tracing {target}"):
         from tpu_compile.cli import report
 
-        found = report.run(chosen, grad=grad, dynamic=dynamic, options=options)
+        found = report.run(chosen, grad=grad, dynamic=dynamic, options=options, chips=chips)
     written = report.write(found, out) if out else []
     if as_json:
         described = report.describe(found, top) if stage == "summary" else report.texts(found, stage)

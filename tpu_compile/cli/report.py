@@ -13,11 +13,13 @@ import torch
 from torch._dynamo.utils import counters as dynamo
 
 import tpu_compile
-from tpu_compile import costs, dump, stages
+from tpu_compile import dump, stages
+from tpu_compile.backend import check_options
 from tpu_compile.cli.tables import number, size, table
 from tpu_compile.cli.target import Target
 from tpu_compile.comparing.runs import pull_back
 from tpu_compile.compiler import Recorder, record
+from tpu_compile.config import override
 from tpu_compile.errors import TpuCompileWarning
 
 _OWN_PARTS = ("program", "arguments", "results")
@@ -40,8 +42,12 @@ class Report:
     stats: Mapping[str, float]
 
 
-def run(target: Target, *, grad: bool, dynamic: bool, options: Mapping[str, str]) -> Report:
-    """Compile a target with the backend and run it once; with ``grad`` once more, forward and backward."""
+def run(target: Target, *, grad: bool, dynamic: bool, options: Mapping[str, str], chips: str = "") -> Report:
+    """Compile a target with the backend and run it once; with ``grad`` once more, forward and backward.
+
+    Args:
+        chips: a TPU slice, such as ``v5e:2x2``, for which every graph is compiled anew. The run is this machine's.
+    """
     tpu_compile.reset_stats()
     dynamo.clear()
     compiled: Callable[..., Any] = torch.compile(
@@ -53,7 +59,8 @@ def run(target: Target, *, grad: bool, dynamic: bool, options: Mapping[str, str]
             compiled(*target.args, **target.kwargs)
         if grad:
             pull_back(compiled(*target.args, **target.kwargs), seed=0)
-    graphs = tuple(map(stages.recorded, recorded.lowerings))
+    with override(**check_options(options)):
+        graphs = tuple(stages.recorded(lowering, chips) for lowering in recorded.lowerings)
     return Report(target, graphs, recorded, tpu_compile.stats())
 
 
@@ -117,19 +124,8 @@ def _graph(graph: stages.Compiled, top: int) -> dict[str, Any]:
         "cost_analysis": graph.cost_analysis(),
         "memory_analysis": asdict(graph.memory_analysis()),
         "key": {"digest": graph.built.key.digest, **graph.built.key.readable},
-        "largest_ops": [_cost(cost) for cost in found[:top]],
+        "largest_ops": [asdict(cost) for cost in found[:top]],
     }
-
-
-def _cost(cost: costs.NodeCost) -> dict[str, Any]:
-    line = cost.where
-    where = f"{_relative(line.file)}:{line.line} {line.code.strip()}" if line else ""
-    return {**asdict(cost), "where": where}
-
-
-def _relative(file: str) -> str:
-    here = Path.cwd()
-    return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file
 
 
 def texts(report: Report, dialect: str) -> dict[str, Any]:

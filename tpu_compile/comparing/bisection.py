@@ -24,7 +24,7 @@ from tpu_compile.compiler import compile_graph
 from tpu_compile.config import override
 from tpu_compile.errors import TpuCompileWarning
 from tpu_compile.lowering import fx
-from tpu_compile.lowering.context import SourceLine
+from tpu_compile.places import place
 
 aten = torch.ops.aten
 _UNDEFINED = frozenset((aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty))
@@ -46,7 +46,7 @@ class Culprit:
     name: str
     node: str
     op: str
-    where: SourceLine | None
+    where: str
     difference: Difference
 
     @property
@@ -121,7 +121,7 @@ class _Search:
             return None
         graph, borders = extract(self.module, nodes, [node])
         arguments = tuple(self.values[n] for n in borders)
-        return Culprit(graph, arguments, self.name, node.name, str(node.target), fx.where(node), departing[0][1])
+        return Culprit(graph, arguments, self.name, node.name, str(node.target), place(node), departing[0][1])
 
     # ---- faults that need more than one op
 

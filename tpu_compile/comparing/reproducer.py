@@ -109,7 +109,7 @@ def _source(culprit: Culprit, made: Sequence[str], arguments: Sequence[str], fou
     inputs = culprit.graph.graph.find_nodes(op="placeholder")
     names = [n.name for n in inputs]
     relative, absolute = _limits(culprit)
-    line = str(culprit.where or "").replace('"""', "…")
+    line = culprit.where.replace('"""', "…")
     lines = [
         f'"""{culprit.op} departs from eager torch: {culprit.difference.problem}.',
         "",
