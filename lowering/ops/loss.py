@@ -20,7 +20,7 @@ _NONE, _MEAN = 0, 1
 
 @lowers(aten.soft_margin_loss.default)
 def soft_margin_loss(ctx: LoweringContext, x: Value, target: Value, reduction: int = _MEAN) -> Value:
-    """``log1p(exp(-target * x))``, each step rounded to the data's dtype: a float16 exponential overflows, as in torch."""
+    """``log1p(exp(-target * x))``, each step rounded to the data's dtype: a float16 exp overflows, as in torch."""
     kept = torch.promote_types(hlo.dtype(x), hlo.dtype(target))
     rounded, kind = rounder(kept), dtypes.opmath(kept)
     sizes = torch.broadcast_shapes(hlo.shape(x), hlo.shape(target))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxlib.mlir.dialects import chlo, stablehlo
@@ -11,7 +10,6 @@ from jaxlib.mlir.dialects import chlo, stablehlo
 from tpu_compile.lowering import cephes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.jnp import jnp, lax, lowers_jnp
 from tpu_compile.lowering.ops.bitwise import with_sign
 from tpu_compile.lowering.polynomials import negate_where, rational, times
 from tpu_compile.lowering.registry import elementwise
@@ -113,23 +111,6 @@ def _climb(q: Value, exponent: Value) -> tuple[Value, Value]:
 
     a, total = hlo.while_([q, hlo.full_like(q, 0)], unfinished, step)
     return a, total
-
-
-@lowers_jnp(aten.igamma.default)
-def igamma(x: Any, other: Any) -> Any:
-    return lax.igamma(*_alike(x, other))
-
-
-@lowers_jnp(aten.igammac.default)
-def igammac(x: Any, other: Any) -> Any:
-    return lax.igammac(*_alike(x, other))
-
-
-def _alike(x: Any, other: Any) -> Any:
-    """Both in one shape and dtype, float32 at least."""
-    x, other = jnp.broadcast_arrays(x, other)
-    kind = jnp.promote_types(jnp.result_type(x, other), jnp.float32)
-    return x.astype(kind), other.astype(kind)
 
 
 # ---- the normal distribution
