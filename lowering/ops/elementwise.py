@@ -234,10 +234,10 @@ def logical_not(ctx: LoweringContext, x: Value) -> Value:
 
 
 @lowers("prims::fma")
-def fma(ctx: LoweringContext, a: Value, b: Value, c: Value) -> Value:
+def fma(ctx: LoweringContext, a: Any, b: Any, c: Any) -> Value:
     """Dynamo writes an in-place addcmul so. Product and sum are rounded apart, as torch's CPU kernel does."""
     kind, shape = dtypes.opmath(ctx.out.dtype), ctx.out.shape
-    x, y, z = (hlo.broadcast(hlo.convert(v, kind), shape) for v in (a, b, c))
+    x, y, z = (operand(v, kind, shape) for v in (a, b, c))
     return hlo.convert(stablehlo.add(stablehlo.multiply(x, y), z), ctx.out.dtype)
 
 
