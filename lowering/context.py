@@ -13,8 +13,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
 from jaxlib.mlir.dialects import chlo, stablehlo
 
+import tpu_compile
+
 _FRAME = re.compile(r'File "(?P<file>.+?)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
-_TORCH = torch.__path__[0]
+_TORCH, _OURS = torch.__path__[0], tpu_compile.__path__[0]
 
 
 class Refusal(Exception):
@@ -113,8 +115,9 @@ class SourceLine:
 
 @lru_cache(maxsize=65536)
 def source_line(stack_trace: str) -> SourceLine | None:
-    """The innermost frame of an FX stack trace that is not torch's own; torch's if there is no other."""
-    frames = [SourceLine(m["file"], int(m["line"]), m["function"], m["code"]) for m in _FRAME.finditer(stack_trace)]
+    """The innermost frame of an FX stack trace that is not torch's own (nor ours); torch's if there is no other."""
+    found = (SourceLine(m["file"], int(m["line"]), m["function"], m["code"]) for m in _FRAME.finditer(stack_trace))
+    frames = [f for f in found if not f.file.startswith(_OURS)]
     mine = [f for f in frames if not f.file.startswith(_TORCH)]
-    found = mine or frames
-    return found[-1] if found else None
+    best = mine or frames
+    return best[-1] if best else None
