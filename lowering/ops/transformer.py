@@ -49,7 +49,7 @@ def self_attention(
     mask: Value | None,
     mask_type: int | None,
 ) -> tuple[Value, Value]:
-    """(projected output, attention weights [B, heads, T, T]). ``weights``: for query, key and value as one, then output."""
+    """(projected output, attention weights [B, heads, T, T]). ``weights``: of q, k, v as one, then output."""
     in_weight, in_bias, out_weight, out_bias = weights
     width = hlo.shape(in_weight)[0] // 3
     parts = []
