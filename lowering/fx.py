@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
-from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering import dtypes, hlo, numbers
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
 from tpu_compile.lowering.registry import registry
@@ -91,7 +91,8 @@ def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
 def _gap(node: Node) -> Gap | None:
     if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in _ASSERTIONS:
         return None
-    if node.meta.get("unbacked_bindings"):
+    number = node.meta.get("unbacked_bindings") or node.target is aten._local_scalar_dense.default
+    if number and not numbers.stays_inside(node):
         hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
         return Gap(str(node.target), "its result's shape or value depends on data", str(where(node) or ""), hint)
     if registry.get(node.target) is None:
@@ -225,6 +226,8 @@ class GraphWalk:
             return self.spec(value)
         if isinstance(value, (tuple, list)):
             return tuple(map(self.specs, value))
+        if isinstance(value, numbers.SYMBOLIC):  # of an op: every other number is known before
+            return TensorSpec((), numbers.KINDS[type(value)])
         return self.number(value)
 
     # ---- nodes
@@ -247,12 +250,18 @@ class GraphWalk:
             self.env[node] = self.attribute(node)
         elif node.target is operator.getitem and not isinstance(node.meta.get("val"), _SYMBOLIC):
             self.env[node] = self.resolve(node.args[0])[node.args[1]]
+        elif _evaluated(node) and any(self.learned(n) for n in node.all_input_nodes):
+            self.env[node] = numbers.compute(node.target, self.resolve(node.args))
         elif _evaluated(node):
             self.env[node] = self.number(node.meta["val"])
         elif node.target in _ASSERTIONS:
             self.env[node] = None
         else:
             self.call(node)
+
+    def learned(self, node: Node) -> bool:
+        """Whether a node is a number that only the running program knows."""
+        return isinstance(node.meta.get("val"), numbers.SYMBOLIC) and isinstance(self.env.get(node), ir.Value)
 
     def call(self, node: Node) -> None:
         """Run the rule of a node, at the user's line, and check what it returns."""

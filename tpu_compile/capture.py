@@ -17,7 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from tpu_compile import compiler
+from tpu_compile import compiler, views
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import decompositions
@@ -136,4 +136,6 @@ def _argument(node: torch.fx.Node, names: Sequence[str]) -> str:
 def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:
     """Compile one of AOTAutograd's graphs."""
     functionalize_random(graph_module)
-    return compile_graph(graph_module, name, kept=static_arguments(graph_module.graph, kind), one_graph=one_graph)
+    tail = views.take(graph_module)
+    compiled = compile_graph(graph_module, name, kept=static_arguments(graph_module.graph, kind), one_graph=one_graph)
+    return compiled if tail is None else views.Replayed(compiled, tail)

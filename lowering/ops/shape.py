@@ -60,11 +60,34 @@ def t(ctx: LoweringContext, x: Value) -> Value:
 
 @lowers(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_(
-    ctx: LoweringContext, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ctx: LoweringContext,
+    x: Value,
+    dim: int = 0,
+    start: int | Value | None = None,
+    end: int | Value | None = None,
+    step: int = 1,
 ) -> Value:
     at = axis(dim, hlo.rank(x))
+    if isinstance(start, Value):
+        return _slice_from(x, at, start, ctx.out.shape[at], step)
+    if isinstance(end, Value):
+        start = clamp_range(start, None, hlo.shape(x)[at])[0]
+        return hlo.slice_axis(x, at, start, start + (ctx.out.shape[at] - 1) * step + 1, step)
     low, high = clamp_range(start, end, hlo.shape(x)[at])
     return hlo.slice_axis(x, at, low, high, step)
+
+
+def _slice_from(x: Value, at: int, start: Value, length: int, step: int = 1) -> Value:
+    """``length`` elements from a place that only the running program knows."""
+    if not length:
+        return hlo.slice_axis(x, at, 0, 0)
+    sizes = hlo.shape(x)
+    window = (length - 1) * step + 1
+    start = hlo.wrap_negative(hlo.index_operand(start, sizes[at]), sizes[at])
+    zero = hlo.full_like(start, 0)
+    starts = [start if i == at else zero for i in range(len(sizes))]
+    window_sizes = [window if i == at else n for i, n in enumerate(sizes)]
+    return hlo.slice_axis(hlo.dynamic_slice(x, starts, window_sizes), at, 0, window, step)
 
 
 def clamp_range(start: int | None, end: int | None, size: int) -> tuple[int, int]:
@@ -81,8 +104,10 @@ def narrow_copy(ctx: LoweringContext, x: Value, dim: int, start: int, length: in
 
 
 @lowers(aten.select.int, aten.select_copy.int)
-def select(ctx: LoweringContext, x: Value, dim: int, index: int) -> Value:
+def select(ctx: LoweringContext, x: Value, dim: int, index: int | Value) -> Value:
     at = axis(dim, hlo.rank(x))
+    if isinstance(index, Value):
+        return hlo.reshape(_slice_from(x, at, index, 1), ctx.out.shape)
     index %= hlo.shape(x)[at]
     return hlo.reshape(hlo.slice_axis(x, at, index, index + 1), ctx.out.shape)
 
@@ -305,3 +330,7 @@ def pixel_shuffle(ctx: LoweringContext, x: Value, upscale_factor: int) -> Value:
     return hlo.reshape(x, ctx.out.shape)
 
 
+@lowers(aten._local_scalar_dense.default)
+def item(ctx: LoweringContext, x: Value) -> Value:
+    """The number stays in the program: see ``lowering.numbers``."""
+    return hlo.reshape(hlo.convert(x, ctx.out.dtype), ())
