@@ -113,6 +113,23 @@ def test_ops_cost_what_their_shapes_say_and_know_their_lines() -> None:
     assert product.where.endswith(" return torch.relu(x.t() @ w).sum()") and "test_stages.py:" in product.where
 
 
+def test_ops_that_no_line_of_the_users_calls_are_placed_by_their_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.GELU()))
+    compiled = tpu_compile.trace(model, torch.ones(2, 4)).lower().compile()
+    assert [cost.where for cost in compiled.node_costs()] == ["0 (Linear)", "1.0 (GELU)"]
+
+
+def test_arguments_have_the_users_names() -> None:
+    def fn(inputs: dict[str, torch.Tensor], model: nn.Module) -> torch.Tensor:
+        return model(inputs["x"])
+
+    compiled = tpu_compile.trace(fn, {"x": torch.ones(8, 4)}, nn.Sequential(nn.BatchNorm1d(4))).lower().compile()
+    names = set(compiled.arguments)
+    assert {name.replace('"', "'").rpartition("[0]")[2] for name in names if "'x'" in name} == {"['x']"}
+    assert {name.rpartition(".0.")[2] for name in names if ".0." in name} >= {"weight", "bias", "running_mean"}
+    assert all("CPU tensor" in why for why in compiled.overwritten.values()) and len(compiled.overwritten) == 3
+
+
 def test_attributes_describe_the_arguments() -> None:
     lowered = tpu_compile.trace(Stateful(), torch.randn(8, 4), flag=False).lower()
     spec, flag = lowered.args_info
