@@ -130,6 +130,15 @@ def test_arguments_have_the_users_names() -> None:
     assert all("CPU tensor" in why for why in compiled.overwritten.values()) and len(compiled.overwritten) == 3
 
 
+def test_donation_is_told_with_its_reason() -> None:
+    compiled = tpu_compile.trace(nn.BatchNorm1d(4), torch.ones(8, 4)).lower().compile()
+    index = compiled.arguments.index(next(iter(compiled.overwritten)))
+    program = dataclasses.replace(compiled.program, donated=(index,))
+    donated = dataclasses.replace(compiled, built=dataclasses.replace(compiled.built, program=program)).overwritten
+    assert list(donated.values()).count("donated") == 1
+    assert all(why.startswith("not donated: the memory of a CPU tensor") for why in compiled.overwritten.values())
+
+
 def test_attributes_describe_the_arguments() -> None:
     lowered = tpu_compile.trace(Stateful(), torch.randn(8, 4), flag=False).lower()
     spec, flag = lowered.args_info
