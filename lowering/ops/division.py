@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxlib.mlir.dialects import stablehlo
@@ -10,7 +11,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.registry import elementwise
+from tpu_compile.lowering.registry import elementwise, lowers, operand
 
 aten = torch.ops.aten
 
@@ -20,18 +21,35 @@ def div(ctx: LoweringContext, x: Value, other: Value) -> Value:
     return stablehlo.divide(x, other)
 
 
-@elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode, wide=("other",))
-def div_mode(ctx: LoweringContext, x: Value, other: Value, *, rounding_mode: str | None) -> Value:
-    if rounding_mode is None:
-        return stablehlo.divide(x, other)
+@lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(ctx: LoweringContext, x: Value, other: Any, *, rounding_mode: str | None) -> Value:
+    x, y, rounded = _operands(ctx, x, other)
     if rounding_mode == "floor":
-        return floor_quotient(x, other, ctx.out.dtype)
-    return trunc_value(true_quotient(x, other)) if _floating(x) else stablehlo.divide(x, other)
+        result = floor_quotient(x, y, rounded)
+    elif rounding_mode == "trunc":
+        result = trunc_value(rounded(true_quotient(x, y))) if _floating(x) else stablehlo.divide(x, y)
+    else:
+        result = stablehlo.divide(x, y)
+    return hlo.convert(result, ctx.out.dtype)
 
 
-@elementwise(aten.floor_divide.default, aten.floor_divide.Scalar, wide=("other",))
-def floor_divide(ctx: LoweringContext, x: Value, other: Value) -> Value:
-    return floor_quotient(x, other, ctx.out.dtype)
+@lowers(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(ctx: LoweringContext, x: Value, other: Any) -> Value:
+    return hlo.convert(floor_quotient(*_operands(ctx, x, other)), ctx.out.dtype)
+
+
+Rounding = Callable[[Value], Value]
+
+
+def _operands(ctx: LoweringContext, x: Any, other: Any) -> tuple[Value, Value, Rounding]:
+    """(dividend, divisor, what torch does to each intermediate result): by a scalar it computes in float32 throughout,
+    by a tensor it rounds every step to 16 bits."""
+    out = ctx.out
+    kind = dtypes.opmath(out.dtype)
+    scalar = not isinstance(other, Value) or hlo.rank(other) == 0
+    dividend = operand(x, kind, out.shape, out.dtype)
+    divisor = operand(other, kind, out.shape, kind if scalar else out.dtype)
+    return dividend, divisor, rounder(kind if scalar else out.dtype)
 
 
 @elementwise(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
@@ -62,10 +80,9 @@ def trunc_value(x: Value) -> Value:
     return hlo.select(hlo.compare(x, hlo.full_like(x, 0), "LT"), stablehlo.ceil(x), stablehlo.floor(x))
 
 
-def floor_quotient(x: Value, y: Value, kept: torch.dtype) -> Value:
-    """Python's ``//``. For floats it comes from the exact remainder, so that 1.0 // 0.1 is 9; torch rounds each step
-    of it to ``kept``."""
-    return _float_floor_quotient(x, y, rounder(kept)) if _floating(x) else _integer_floor_quotient(x, y)
+def floor_quotient(x: Value, y: Value, rounded: Rounding) -> Value:
+    """Python's ``//``. For floats it comes from the exact remainder, so that 1.0 // 0.1 is 9."""
+    return _float_floor_quotient(x, y, rounded) if _floating(x) else _integer_floor_quotient(x, y)
 
 
 def _integer_floor_quotient(x: Value, y: Value) -> Value:
@@ -77,7 +94,7 @@ def _integer_floor_quotient(x: Value, y: Value) -> Value:
     return hlo.select(stablehlo.and_(inexact, _opposite_signs(remainder, y)), below, quotient)
 
 
-def _float_floor_quotient(x: Value, y: Value, rounded: Callable[[Value], Value]) -> Value:
+def _float_floor_quotient(x: Value, y: Value, rounded: Rounding) -> Value:
     zero, one, half = (hlo.full_like(x, v) for v in (0, 1, 0.5))
     remainder = rounded(stablehlo.remainder(x, y))
     inexact = stablehlo.and_(hlo.compare(remainder, zero, "NE"), _opposite_signs(remainder, y))
@@ -91,7 +108,7 @@ def _float_floor_quotient(x: Value, y: Value, rounded: Callable[[Value], Value])
     return hlo.select(hlo.compare(y, zero, "EQ"), plain, whole)
 
 
-def rounder(kept: torch.dtype) -> Callable[[Value], Value]:
+def rounder(kept: torch.dtype) -> Rounding:
     """Rounds a float32 value to 16 bits and back, if ``kept`` is a 16-bit float."""
     if dtypes.opmath(kept) == kept:
         return lambda value: value
