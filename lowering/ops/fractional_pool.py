@@ -19,7 +19,7 @@ Ints = Sequence[int]
 
 
 def starts(sample: Value, size: int, count: int, kernel: int) -> Value:
-    """i32 [planes, count]: where an axis' windows begin, from a number in [0, 1) for each plane, by torch's arithmetic."""
+    """i32 [planes, count]: where an axis' windows begin; one number in [0, 1) a plane, torch's arithmetic."""
     planes, kind = hlo.shape(sample)[0], hlo.dtype(sample)
     last = hlo.full(size - kernel, torch.int32, [planes, 1])
     if count == 1:
