@@ -11,6 +11,7 @@ import torch
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
 from tpu_compile.lowering.determinants import DETERMINANTS
+from tpu_compile.lowering.foreach import list_decompositions
 from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
@@ -28,6 +29,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **_core_aten_decompositions_post_autograd(),
         **get_decompositions(ALSO_DECOMPOSED),
         **DETERMINANTS,
+        **list_decompositions(),
     }
     always = {overload for packet in ALSO_DECOMPOSED for overload in _overloads(packet)}
     for op in registry:

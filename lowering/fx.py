@@ -21,6 +21,7 @@ from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtyp
 from tpu_compile.lowering import dtypes, hlo, numbers
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
+from tpu_compile.lowering.random import rng_key
 from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
@@ -482,6 +483,7 @@ def _finish(
         donated=donated,
         constants=tuple(t for t, _ in walk.constants),
         random=walk._seed is not None,
+        draws=sum(node.target is rng_key for node in walk.graph_module.graph.nodes),
         ffi_handlers=tuple(sorted(walk.ffi)),
         ops_per_tier=tuple(sorted(walk.tiers.items())),
         ops=tuple(sorted(walk.ops.items())),

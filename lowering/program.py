@@ -61,12 +61,13 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Result:
-    """One output of the graph: a result of the program (``index``), an argument handed back (``argument``), or a
-    Python ``value``."""
+    """One output of the graph: a result of the program (``index``; as a Python number if ``number``), an argument
+    handed back (``argument``), or a Python ``value``."""
 
     index: int | None = None
     argument: int | None = None
     value: object = None
+    number: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Program:
     """A graph as StableHLO, with all that a caller needs to run it.
 
     ``inputs[i]`` is taken from call argument ``arguments[i]``; after them come ``constants`` and, if ``random``, a
-    seed (u64[2]).
+    seed (u64[2]), of which it makes ``draws`` keys.
     A buffer holds an input or output densely in its spec's memory order: the program itself transposes. ``mutated``
     pairs a call
     argument with the result that replaces its contents; ``donated`` lists the inputs whose buffer such a result may
@@ -100,6 +101,7 @@ class Program:
     donated: tuple[int, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
     random: bool = False
+    draws: int = 0
     ffi_handlers: tuple[str, ...] = ()
     ops_per_tier: tuple[tuple[str, int], ...] = ()
     ops: tuple[tuple[str, int], ...] = ()

@@ -1,14 +1,15 @@
 """The call path: a plan made once for each executable, then bind, execute, unwrap. No logging and no allocation of
 plans here.
 
-CPU tensors come in and go out. A tensor laid out as the plan expects is lent to PJRT without a copy, and the call
-returns only when every
-result is ready: until then the program may still be reading the caller's memory.
+CPU tensors come in and go out here; ``device/resident.py`` has the plan for `tpu` tensors. A tensor laid out as the
+plan expects is lent to PJRT without a copy, and the call returns only when every result is ready: until then the
+program may still be reading the caller's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ def draw_seed() -> torch.Tensor:
     """Two 64-bit words from torch's CPU generator: ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern
     what comes next."""
     return torch.empty(2, dtype=torch.int64).random_().view(torch.uint64)
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Positions of the arguments, and of the graph's outputs, that are `tpu` tensors."""
+
+    arguments: frozenset[int]
+    results: frozenset[int]
 
 
 class ArgumentPlan:
@@ -117,7 +126,8 @@ class CallPlan:
         self._constants = tuple(client.put(t) for t in program.constants)
         self._fetchers = tuple(ResultPlan(spec, client.fetch).tensor for spec in program.outputs)
         self._results = tuple((r.index, r.argument, r.value) for r in program.results)
-        self._plain = all(r.index == i for i, r in enumerate(program.results))
+        self._numbers = tuple(i for i, r in enumerate(program.results) if r.number)
+        self._plain = all(r.index == i for i, r in enumerate(program.results)) and not self._numbers
         self._plain = self._plain and not program.mutated and not program.checks
         self._execute, self._ready, self._put = executable.execute, client.ready, client.put
 
@@ -141,7 +151,10 @@ class CallPlan:
             check.function(tensors[check.result])
         for position, result in self.program.mutated:
             arguments[position].detach().copy_(tensors[result])
-        return [
+        results = [
             tensors[index] if index is not None else arguments[argument] if argument is not None else value
             for index, argument, value in self._results
         ]
+        for i in self._numbers:
+            results[i] = results[i].item()
+        return results

@@ -19,7 +19,7 @@ from tpu_compile import dump
 from tpu_compile.cache import open_store
 from tpu_compile.cache.key import CacheKey
 from tpu_compile.cache.store import CacheStore
-from tpu_compile.calling import CallPlan
+from tpu_compile.calling import CallPlan, Residency
 from tpu_compile.config import config
 from tpu_compile.errors import CacheError, DeviceError, Gap, UnsupportedOp
 from tpu_compile.lowering import fx
@@ -213,11 +213,16 @@ def note_break(reason: str) -> None:
 
 
 def lower_graph(
-    graph_module: GraphModule, name: str, bindings: dict[Any, int] | None = None, family: str = ""
+    graph_module: GraphModule,
+    name: str,
+    bindings: dict[Any, int] | None = None,
+    family: str = "",
+    donate: bool = False,
 ) -> Program:
-    """Lower one graph, for the platform in force unless ``family`` names another, and count it."""
+    """Lower one graph, for the platform in force unless ``family`` names another, and count it. What it overwrites is
+    donated if an argument is on a device, or with ``donate``."""
     with timed("lowering", name):
-        donate = any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
+        donate = donate or any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
         program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
     count("lowerings")
     count("nodes", len(graph_module.graph.nodes))
@@ -242,7 +247,7 @@ class CompiledGraph:
         self.graph_module, self.name, self._kept = graph_module, name, kept
         self._options = options_in_force()
         self._lock = threading.Lock()
-        self._plans: dict[tuple[int, ...], CallPlan] = {}
+        self._plans: dict[tuple[int, ...], Any] = {}
         self._read_sizes = _size_reader(graph_module)
         if not self._read_sizes:
             self._only: CallPlan | None = self._make(None)
@@ -275,7 +280,27 @@ class CompiledGraph:
         recorder = _recorder.get()
         if recorder is not None:
             recorder.lowerings.append(Lowering(self.name, self.graph_module, compiled, bindings or {}))
+        placed = residency(self.graph_module)
+        if placed is not None:
+            from tpu_compile.device.resident import ResidentPlan
+
+            return ResidentPlan(program, compiled.executable, compiled.client, placed)
         return CallPlan(program, compiled.executable, compiled.client, self._kept)
+
+
+def residency(graph_module: GraphModule) -> Residency | None:
+    """Which arguments and results of a graph are `tpu` tensors; None if none are."""
+    graph = graph_module.graph
+    arguments = [n for n in graph.nodes if n.op == "placeholder"]
+    (output,) = graph.find_nodes(op="output")
+    outputs = output.args[0] if isinstance(output.args[0], (tuple, list)) else [output.args[0]]
+    resident = Residency(*(frozenset(i for i, n in enumerate(nodes) if _resident(n)) for nodes in (arguments, outputs)))
+    return resident if resident.arguments or resident.results else None
+
+
+def _resident(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.device.type == "tpu"
 
 
 def _integer(position: int, arguments: Sequence[Any]) -> int:

@@ -1,0 +1,112 @@
+"""Which kernel serves which overload: decided from the schemas, once, at the first `tpu` tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from tpu_compile.device import attention, copies, memory, norms
+from tpu_compile.device.kernels import Kernel
+from tpu_compile.device.schemas import is_view
+
+_KEY = "PrivateUse1"
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_LEFT_TO_TORCH = frozenset(
+    {
+        "empty_like",  # composite kernels over empty and empty_strided: nothing is computed
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "lift",
+        "lift_fresh",
+        "detach",
+        "is_pinned",
+        "_pin_memory",
+        "record_stream",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "sym_is_contiguous",
+    }
+)
+
+OWN: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": memory.empty,
+    "empty_strided": memory.empty_strided,
+    "resize_": memory.resize_,
+    "set_.source_Storage_storage_offset": memory.set_storage,
+    "set_.source_Storage": memory.set_source_storage,
+    "set_.source_Tensor": memory.set_source_tensor,
+    "set_": memory.set_nothing,
+    "_copy_from": copies.copy_from,
+    "_copy_from_and_resize": copies.copy_from_and_resize,
+    "_local_scalar_dense": copies.item,
+    "equal": copies.equal,
+    "native_batch_norm": norms.native_batch_norm,
+    "_fused_sdp_choice": attention.choice,
+    "_has_compatible_shallow_copy_type": lambda a, b: True,  # .to() keeps Parameters: ties, grads, optimizers
+}
+"""Kernels that run no program of their own."""
+
+AROUND: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "copy_": copies.copy_,
+    "_to_copy": copies.to_copy,
+}
+"""What stands around the generic kernel of these."""
+
+
+class Registration:
+    """The kernels of this process. ``kernels`` holds the generic ones by overload name."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        self.kernels: dict[str, Callable[..., Any]] = {}
+        self._lock = threading.RLock()
+
+    def register(self) -> None:
+        """Register a kernel for every aten overload that reaches a backend."""
+        for name, op in _overloads():
+            function = self._kernel(name, op)
+            if function is not None:
+                self._library.impl(name, function, _KEY)
+
+    def unregistered(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """An op that has no kernel: the first of all makes them, one of another library gets its own."""
+        with self._lock:
+            if not self.kernels:
+                self.register()
+                return op(*args, **kwargs)
+            if op.name() not in self.kernels:
+                self.kernels[op.name()] = Kernel(op).function()
+        return self.kernels[op.name()](*args, **kwargs)
+
+    def _kernel(self, name: str, op: OpOverload) -> Callable[..., Any] | None:
+        if name in OWN:
+            return OWN[name]
+        if _has_kernel(op.name(), "CompositeImplicitAutograd") or op._schema.name[6:] in _LEFT_TO_TORCH:
+            return None
+        if is_view(op) or torch.Tag.inplace_view in op.tags:
+            composite = _has_kernel(op.name(), "CompositeExplicitAutograd")
+            return memory.view_kernel(op) if _has_kernel(op.name(), "CPU") and not composite else None
+        function = Kernel(op).function()
+        if name in AROUND:
+            function = AROUND[name](function)
+        self.kernels[name] = function
+        return function
+
+
+registration = Registration()
+
+
+def _overloads() -> Iterator[tuple[str, OpOverload]]:
+    """Every aten overload of this torch, with its name as ``Library.impl`` takes it."""
+    for qualified in torch._C._dispatch_get_all_op_names():
+        if qualified.startswith("aten::"):
+            name = qualified.removeprefix("aten::")
+            base, _, overload = name.partition(".")
+            yield name, getattr(getattr(torch.ops.aten, base), overload or "default")

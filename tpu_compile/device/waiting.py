@@ -1,0 +1,21 @@
+"""Waiting for the device."""
+
+from __future__ import annotations
+
+import gc
+
+from tpu_compile.device.state import device
+from tpu_compile.device.storage import Cell
+
+
+def synchronize() -> None:
+    """Wait until every buffer that a tensor holds is computed.
+
+    Raises:
+        DeviceError: the program that makes one of them failed.
+    """
+    if device.pending is not None:
+        device.pending.flush()
+    client = device.client
+    cells = [cell for cell in gc.get_objects() if type(cell) is Cell]
+    client.ready([cell.buffer for cell in cells if type(cell.buffer) is device.array])
