@@ -55,7 +55,7 @@ def view_as_real(ctx: LoweringContext, x: Value) -> Value:
     return split_parts(x)
 
 
-@lowers(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default)
+@elementwise(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default, opmath=False)
 def conj_physical(ctx: LoweringContext, x: Value) -> Value:
     if not hlo.dtype(x).is_complex:
         return x
