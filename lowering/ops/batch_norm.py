@@ -49,8 +49,21 @@ def normalise(
     else:
         average, spread = (hlo.convert(v, kind) for v in running)
     scale = rstd_of(spread, eps)
-    y = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
-    return Normed(hlo.convert(weighted(y, weight, bias, [1]), ctx.outs[0].dtype), average, spread, scale)
+    if running is None:
+        y = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
+        y = weighted(y, weight, bias, [1])
+    else:
+        factor, term = linear_terms(average, scale, weight, bias)
+        y = stablehlo.add(stablehlo.multiply(x, _channel(factor, x)), _channel(term, x))
+    return Normed(hlo.convert(y, ctx.outs[0].dtype), average, spread, scale)
+
+
+def linear_terms(average: Value, scale: Value, weight: Value | None, bias: Value | None) -> tuple[Value, Value]:
+    """Per channel, the factor and the term that evaluation comes down to."""
+    kind = hlo.dtype(scale)
+    factor = scale if weight is None else stablehlo.multiply(scale, hlo.convert(weight, kind))
+    term = stablehlo.negate(stablehlo.multiply(average, factor))
+    return factor, term if bias is None else stablehlo.add(hlo.convert(bias, kind), term)
 
 
 def moved(
