@@ -11,6 +11,7 @@ from jaxlib.mlir.dialects import chlo, stablehlo
 from tpu_compile.lowering import hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.ops.complex import conjugate, logistic
 from tpu_compile.lowering.registry import elementwise
 
 aten = torch.ops.aten
@@ -60,26 +61,27 @@ def gelu_backward(ctx: LoweringContext, grad_output: Value, x: Value, *, approxi
 
 @elementwise(aten.silu.default)
 def silu(ctx: LoweringContext, x: Value) -> Value:
-    return stablehlo.multiply(x, stablehlo.logistic(x))
+    return stablehlo.multiply(x, logistic(x))
 
 
 @elementwise(aten.silu_backward.default)
 def silu_backward(ctx: LoweringContext, grad_output: Value, x: Value) -> Value:
-    one, s = hlo.full_like(x, 1), stablehlo.logistic(x)
+    one, s = hlo.full_like(x, 1), logistic(x)
     slope = stablehlo.multiply(s, stablehlo.add(one, stablehlo.multiply(x, stablehlo.subtract(one, s))))
-    return stablehlo.multiply(grad_output, slope)
+    return stablehlo.multiply(grad_output, conjugate(slope))
 
 
 @elementwise(aten.sigmoid_backward.default)
 def sigmoid_backward(ctx: LoweringContext, grad_output: Value, output: Value) -> Value:
     slope = stablehlo.multiply(output, stablehlo.subtract(hlo.full_like(output, 1), output))
-    return stablehlo.multiply(grad_output, slope)
+    return stablehlo.multiply(grad_output, conjugate(slope))
 
 
 @elementwise(aten.tanh_backward.default)
 def tanh_backward(ctx: LoweringContext, grad_output: Value, output: Value) -> Value:
     one = hlo.full_like(output, 1)
-    return stablehlo.multiply(grad_output, stablehlo.subtract(one, stablehlo.multiply(output, output)))
+    slope = stablehlo.subtract(one, stablehlo.multiply(output, output))
+    return stablehlo.multiply(grad_output, conjugate(slope))
 
 
 @elementwise(aten.leaky_relu.default)

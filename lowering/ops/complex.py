@@ -57,6 +57,11 @@ def view_as_real(ctx: LoweringContext, x: Value) -> Value:
 
 @elementwise(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default, opmath=False)
 def conj_physical(ctx: LoweringContext, x: Value) -> Value:
+    return conjugate(x)
+
+
+def conjugate(x: Value) -> Value:
+    """``x`` with its imaginary part negated; real values as they are."""
     if not hlo.dtype(x).is_complex:
         return x
     real, imag = parts(x)
@@ -120,6 +125,11 @@ def complex_log(x: Value) -> Value:
 def complex_logistic(x: Value) -> Value:
     one = hlo.full_like(x, 1)
     return stablehlo.divide(one, stablehlo.add(one, stablehlo.exponential(stablehlo.negate(x))))
+
+
+def logistic(x: Value) -> Value:
+    """The sigmoid, real or complex."""
+    return complex_logistic(x) if hlo.dtype(x).is_complex else stablehlo.logistic(x)
 
 
 def complex_sinh(x: Value) -> Value:
