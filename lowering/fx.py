@@ -17,9 +17,11 @@ from jaxlib.mlir.dialects import func
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
+from tpu_compile.config import config
 from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo, numbers
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
+from tpu_compile.lowering.debug import DebugChecks
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
 from tpu_compile.lowering.random import rng_key
 from tpu_compile.lowering.registry import registry
@@ -152,6 +154,7 @@ class GraphWalk:
     mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
     ffi: dict[str, None] = field(default_factory=dict)
     checks: list[tuple[ir.Value, Callable[[torch.Tensor], object]]] = field(default_factory=list)
+    debug: DebugChecks | None = field(default_factory=lambda: DebugChecks() if config.debug_checks else None)
     tiers: Counter[str] = field(default_factory=Counter)
     ops: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
@@ -273,10 +276,11 @@ class GraphWalk:
         ctx.where, ctx.out, self.node = where(node), promised, node
         try:
             with self.location(node, ctx.where):
-                result = rule.function(
-                    ctx, *map(self.resolve, node.args), **{k: self.resolve(v) for k, v in node.kwargs.items()}
-                )
+                args, kwargs = self.resolve(node.args), {k: self.resolve(v) for k, v in node.kwargs.items()}
+                result = rule.function(ctx, *args, **kwargs)
                 self.check(node, promised, result)
+                if self.debug and ir.InsertionPoint.current.block == self.block:
+                    self.debug.after(node.target, ctx.where, args, kwargs, result)
             self.tiers[rule.tier] += 1
             self.ops[str(node.target)] += 1
         except (Refusal, UnsupportedDtype) as refusal:
@@ -431,6 +435,9 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
         if walk.gaps:
             raise _unsupported(walk.gaps, name)
         mutated = _mutations(walk)
+        table = walk.debug.table() if walk.debug else None
+        if table:
+            walk.host_check(*table)
         checks = [HostCheck(walk.output(_dense(value), value), check) for value, check in walk.checks]
         returned = [hlo.transpose(value, spec.order or range(len(spec.shape))) for spec, value in walk.outputs]
         terminator = func.ReturnOp(returned)

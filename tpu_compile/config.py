@@ -164,12 +164,19 @@ KNOBS: dict[str, Knob] = {
             "Let XLA drop f32 → bf16 → f32 round trips. Faster, and no longer what torch computes.",
             keyed=True,
         ),
+        _knob(
+            "debug_checks",
+            _bool,
+            False,
+            "Raise, as eager does, at an index out of range; and at the op that makes the first NaN or infinity.",
+            keyed=True,
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
 OPTIONS = frozenset(
-    {"excess_precision", "xla_options", "optimization_level", "cache", "dump_to", "log_compiles", "platform"}
+    "excess_precision xla_options optimization_level debug_checks cache dump_to log_compiles platform".split()
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 

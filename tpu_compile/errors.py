@@ -11,6 +11,9 @@ TpuCompileError                   (RuntimeError)
 │   ├── CompilationFailed         XLA rejected the program; `.dump` is the folder that holds it
 │   ├── PluginNotFound            no PJRT plugin for the platform asked for; lists what was looked for and where
 │   └── BadCall                   arguments that do not fit the compiled program
+├── DebugCheckFailed              the program ran, and `debug_checks` found what eager would not have computed
+│   ├── IndexOutOfRange           (IndexError) an index beyond its axis; names the op, the range and the line
+│   └── NonFiniteResult           (FloatingPointError) the first op that made a NaN or an infinity
 ├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
 ├── MissingDependency             an optional package is not installed; the message holds the pip line
 └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
@@ -101,6 +104,18 @@ class PluginNotFound(DeviceError):
 
 class BadCall(DeviceError):
     """Arguments that do not fit the compiled program: another dtype, shape or stride order than it was compiled for."""
+
+
+class DebugCheckFailed(TpuCompileError):
+    """What the ``debug_checks`` knob found in the values of one call."""
+
+
+class IndexOutOfRange(DebugCheckFailed, IndexError):
+    """An index that points beyond its axis."""
+
+
+class NonFiniteResult(DebugCheckFailed, FloatingPointError):
+    """A NaN or infinity, at the op that made it of finite operands."""
 
 
 class CacheError(TpuCompileError):
