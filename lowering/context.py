@@ -66,6 +66,10 @@ class Walk(Protocol):
     def seed(self) -> ir.Value:
         """The program's seed, u64[2]; asking for it makes the program take one."""
 
+    @property
+    def turns(self) -> list[ir.Value | int]:
+        """Counters of the loops we stand in, outermost first; random ops draw anew at every turn."""
+
     def subgraph(self, graph_module: torch.fx.GraphModule, arguments: Sequence[Any]) -> list[Any]:
         """Lower a graph inline on ``arguments``; returns its flat outputs."""
 

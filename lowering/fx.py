@@ -158,6 +158,7 @@ class GraphWalk:
     tiers: Counter[str] = field(default_factory=Counter)
     ops: Counter[str] = field(default_factory=Counter)
     locations: dict[tuple[Any, SourceLine | None], ir.Location] = field(default_factory=dict)
+    turns: list[ir.Value | int] = field(default_factory=list)
     node: Node | None = None
     caller: Node | None = None  # the node of the whole graph whose subgraph is being lowered
     _seed: ir.Value | None = None
@@ -252,7 +253,7 @@ class GraphWalk:
         """Lower one node that is neither placeholder nor output."""
         if node.op == "get_attr":
             self.env[node] = self.attribute(node)
-        elif node.target is operator.getitem and not isinstance(node.meta.get("val"), _SYMBOLIC):
+        elif node.target is operator.getitem and isinstance(self.env.get(node.args[0]), (tuple, list)):
             self.env[node] = self.resolve(node.args[0])[node.args[1]]
         elif _evaluated(node) and any(self.learned(n) for n in node.all_input_nodes):
             self.env[node] = numbers.compute(node.target, self.resolve(node.args))
@@ -373,6 +374,9 @@ class GraphWalk:
                 results.append(Result(argument=positions[item.args[0]]))
             elif isinstance(item, Node) and isinstance(item.meta.get("val"), torch.Tensor):
                 results.append(Result(index=self.output(self.spec(item.meta["val"], strided=True), self.env[item])))
+            elif isinstance(item, Node) and self.learned(item):
+                spec = TensorSpec.contiguous((), hlo.dtype(self.env[item]))
+                results.append(Result(index=self.output(spec, self.env[item]), number=True))
             else:
                 results.append(Result(value=self.resolve(item)))
         return results

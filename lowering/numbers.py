@@ -1,13 +1,13 @@
 """Numbers that a program learns only while it runs: ``item()`` of a tensor stays a 0-dim value inside the program.
 
 That holds as long as the number's uses stay inside: arithmetic on it, and ops whose rules take a value where their
-schema has a number. A number that the caller must see, or that decides a shape, is a gap.
+schema has a number. The caller gets it as a Python number. A number that decides a shape is a gap.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,17 @@ def stays_inside(node: Node) -> bool:
     of known size from a place that only the running program knows."""
     if node.target in (aten.slice.Tensor, aten.select.int):
         return not any(_is_learned(size) for size in node.meta["val"].shape)
+    if node.target is torch.ops.higher_order.while_loop:
+        return not any(map(_is_learned, _sizes(node.meta["val"]))) and all(
+            _used_inside(item) for item in node.users if isinstance(item.meta["val"], SYMBOLIC)
+        )
     return node.target is aten._local_scalar_dense.default and _used_inside(node)
+
+
+def _sizes(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield from value.shape
 
 
 def _is_learned(size: Any) -> bool:
@@ -77,7 +87,7 @@ def _used_inside(node: Node) -> bool:
 
 def _may_use(user: Node, number: Node) -> bool:
     if user.op != "call_function":
-        return False
+        return user.op == "output"  # handed to the caller as a Python number
     if isinstance(user.meta.get("val"), SYMBOLIC):
         return (user.target in _ARITHMETIC or user.target is torch.sym_ite) and _used_inside(user)
     if isinstance(user.meta.get("val"), torch.Tensor):

@@ -77,10 +77,34 @@ def _keyed(op: Any) -> Any:
 def functionalize_random(graph_module: GraphModule) -> None:
     """Replace random ops in place. Keys are numbered in graph order, so that a program's numbers depend on the program
     alone."""
+    _functionalize(graph_module, 0)
+
+
+def functionalize_subgraphs(graph_module: GraphModule) -> None:
+    """Replace random ops of branches and loop bodies, with keys that follow those of the graph itself.
+
+    Not for a backward: there torch runs a branch again to get at what it needs, and nothing says which of its draws
+    were which. Those ops stay as they are, and no rule lowers them.
+    """
+    used = [n.args[0] for n in graph_module.graph.find_nodes(op="call_function", target=rng_key)]
+    count = max(used, default=-1) + 1
+    for _, inner in graph_module.named_modules():
+        if isinstance(inner, GraphModule) and inner is not graph_module:
+            count = _functionalize(inner, count)
+
+
+def draws_numbers(graph_module: GraphModule) -> bool:
+    """Whether a graph, or one inside it, makes keys."""
+    inner = [m for m in graph_module.modules() if isinstance(m, GraphModule)]
+    return any(m.graph.find_nodes(op="call_function", target=rng_key) for m in inner)
+
+
+def _functionalize(graph_module: GraphModule, first: int) -> int:
+    """Number keys from ``first``; returns the next number."""
     graph = graph_module.graph
     twins = keyed_ops()
     drawing = [n for n in graph.nodes if n.op == "call_function" and n.target in twins and _generator(n) is None]
-    for index, node in enumerate(drawing):
+    for index, node in enumerate(drawing, first):
         with graph.inserting_before(node):
             key = graph.call_function(rng_key, (index,))
             key.meta["val"] = _fake_key(node)
@@ -93,6 +117,7 @@ def functionalize_random(graph_module: GraphModule) -> None:
         graph.erase_node(node)
     if drawing:
         graph_module.recompile()
+    return first + len(drawing)
 
 
 def _positional(node: Any) -> list[tuple[str, Any]]:

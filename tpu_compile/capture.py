@@ -21,7 +21,7 @@ from tpu_compile import compiler, views
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import decompositions
-from tpu_compile.lowering.random import functionalize_random
+from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
 
 
 def one_graph() -> bool:
@@ -97,7 +97,8 @@ def aot_graphs(
 
     names = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
 
-    def compiler(kind: str, graph: GraphModule, _: Sequence[Any]) -> Any:
+    def compiler(kind: str, graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        _drop_tokens(graph, len(inputs))
         for node in graph.graph.find_nodes(op="placeholder"):
             node.meta["argument"] = _argument(node, names)
         return compile_one(graph, kind)
@@ -112,6 +113,20 @@ def aot_graphs(
     )
     with functorch_config.patch(unlift_effect_tokens=True):  # tokens are no arguments of a program
         return aot(graph_module, example_inputs)
+
+
+def _drop_tokens(graph_module: GraphModule, arguments: int) -> None:
+    """Remove the token of an effect inside a branch: torch drops that effect, and forgets to take its token, an argument
+    and a result that come first, out of the graph."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    tokens = placeholders[: len(placeholders) - arguments]
+    for token in tokens:
+        graph_module.graph.erase_node(token)
+    if tokens:
+        output = graph_module.graph.output_node()
+        output.args = (tuple(output.args[0][len(tokens) :]),)  # type: ignore[index, arg-type]
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
 
 
 def _source(node: torch.fx.Node) -> str:
@@ -136,6 +151,8 @@ def _argument(node: torch.fx.Node, names: Sequence[str]) -> str:
 def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:
     """Compile one of AOTAutograd's graphs."""
     functionalize_random(graph_module)
+    if kind != "backward":
+        functionalize_subgraphs(graph_module)
     tail = views.take(graph_module)
     compiled = compile_graph(graph_module, name, kept=static_arguments(graph_module.graph, kind), one_graph=one_graph)
     return compiled if tail is None else views.Replayed(compiled, tail)

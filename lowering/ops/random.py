@@ -31,9 +31,11 @@ def draws(*ops: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 
 @lowers(*RANDOM_OPS)
-def with_generator(ctx: LoweringContext, *_: Any, **__: Any) -> None:
-    """What is left unkeyed was given a generator."""
-    ctx.refuse("it draws from a torch.Generator of its own", "leave generator= out and seed with torch.manual_seed")
+def unkeyed(ctx: LoweringContext, *_: Any, **__: Any) -> None:
+    ctx.refuse(
+        "it draws from a torch.Generator of its own, or again in the backward of a branch or loop",
+        "seed with torch.manual_seed, not generator=; draw outside of torch.cond and loops, and pass the numbers in",
+    )
 
 
 # ---- bits
@@ -41,17 +43,21 @@ def with_generator(ctx: LoweringContext, *_: Any, **__: Any) -> None:
 
 @lowers(rng_key)
 def key_of_draw(ctx: LoweringContext, index: int) -> Value:
-    """The program's seed, with ``index`` added to its second word."""
+    """The program's seed, with ``index`` added to its second word; in a loop, a key made from that and the turn."""
     seed = hlo.bitcast_convert(ctx.walk.seed, torch.int64)
     first, second = hlo.slice_(seed, [0], [1]), hlo.slice_(seed, [1], [2])
-    return hlo.concatenate([first, stablehlo.add(second, hlo.full_like(second, index))], 0)
+    key = hlo.concatenate([first, stablehlo.add(second, hlo.full_like(second, index))], 0)
+    for count in ctx.walk.turns:
+        word = hlo.convert(count, torch.uint64) if isinstance(count, Value) else hlo.scalar(count, torch.uint64)
+        key = hlo.bitcast_convert(random_bits(key, [2], torch.uint64, word), torch.int64)
+    return key
 
 
-def random_bits(key: Value, sizes: Any, element: torch.dtype = torch.uint32) -> Value:
-    """Uniform uint32 or uint64."""
+def random_bits(key: Value, sizes: Any, element: torch.dtype = torch.uint32, start: Value | None = None) -> Value:
+    """Uniform uint32 or uint64, from place ``start`` of the key's stream."""
     words = hlo.bitcast_convert(key, torch.uint64)
-    start = hlo.full(0, torch.uint64, [1])
-    state = hlo.concatenate([hlo.slice_(words, [0], [1]), start, hlo.slice_(words, [1], [2])], 0)
+    low = hlo.full(0, torch.uint64, [1]) if start is None else hlo.reshape(start, [1])
+    state = hlo.concatenate([hlo.slice_(words, [0], [1]), low, hlo.slice_(words, [1], [2])], 0)
     count = math.prod(sizes)
     if not count:
         return hlo.full(0, element, sizes)

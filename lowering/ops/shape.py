@@ -164,8 +164,9 @@ def copy(ctx: LoweringContext, x: Value, src: Value, non_blocking: bool = False)
 
 
 @lowers(aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.to.dtype)
-def to_copy(ctx: LoweringContext, x: Value, *_: Any, **__: Any) -> Value:
-    return hlo.convert(x, ctx.out.dtype)
+def to_copy(ctx: LoweringContext, x: Any, *_: Any, **__: Any) -> Value:
+    """``x`` is a Python number where vmap has met one."""
+    return hlo.convert(x, ctx.out.dtype) if hlo.is_value(x) else hlo.scalar(x, ctx.out.dtype)
 
 
 @lowers(aten.flip.default)
