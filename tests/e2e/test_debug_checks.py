@@ -46,7 +46,7 @@ def test_an_index_that_eager_refuses(name):
         fn(bad)
     checked = compiled(fn)
     torch.testing.assert_close(checked(torch.tensor([1, 2])), fn(torch.tensor([1, 2])))
-    with pytest.raises(IndexError, match="index 3 is out of bounds for axis . with size 3") as caught:
+    with pytest.raises(IndexError, match=r"index 3 is out of bounds for axis . with size 3") as caught:
         checked(bad)
     assert isinstance(caught.value, tpu_compile.IndexOutOfRange)
     assert f"{__file__}:" in str(caught.value)
@@ -55,7 +55,7 @@ def test_an_index_that_eager_refuses(name):
 def test_negative_indices_only_where_eager_takes_them():
     last = torch.tensor([-1, 0])
     torch.testing.assert_close(compiled(lambda i: X[i])(last), X[last])
-    with pytest.raises(tpu_compile.IndexOutOfRange, match="index -1 .* allowed 0 to 2"):
+    with pytest.raises(tpu_compile.IndexOutOfRange, match=r"index -1 .* allowed 0 to 2"):
         compiled(lambda i: X.gather(0, i[:, None]))(last)
     with pytest.raises(tpu_compile.IndexOutOfRange, match="index -4"):
         compiled(lambda i: X[i])(torch.tensor([-4]))
