@@ -182,3 +182,19 @@ def test_gradients(name: str) -> None:
         a = square(torch.float64, 2, 3, 3).requires_grad_()
         grads.append(torch.autograd.grad(fn(a).sin().sum(), a))
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_symmetric_indefinite(dtype: torch.dtype, hermitian: bool) -> None:
+    """Zeros on the diagonal make blocks of two, and swaps."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> Any:
+        factors, pivots, info = la.ldl_factor_ex(a, hermitian=hermitian)
+        return factors, pivots, info, la.ldl_solve(factors, pivots, b, hermitian=hermitian)
+
+    torch.manual_seed(0)
+    a = torch.randn(4, 6, 6, dtype=dtype)
+    a[:2].diagonal(0, -2, -1).zero_()
+    check(fn, a, torch.randn(6, 2, dtype=dtype).expand(4, 6, 2))
+    assert compiled(la.ldl_factor_ex)(torch.zeros(2, 3, 3)).info.tolist() == [1, 1]
