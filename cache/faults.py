@@ -12,7 +12,7 @@ from pathlib import Path
 from tpu_compile.cache.entry import Rejected
 from tpu_compile.config import config
 from tpu_compile.errors import CacheError, CacheWarning
-from tpu_compile.stats import count
+from tpu_compile.stats import count, event
 
 _warned: set[str] = set()
 """Kinds this process has warned about: the point is once a process, whatever number of stores it opens."""
@@ -26,6 +26,7 @@ def report(kind: str, message: str) -> None:
         CacheError: ``config.raise_cache_errors`` is on.
     """
     count("cache_faults")
+    event("compilation_cache/cache_faults", kind=kind, message=message)
     if config.raise_cache_errors:
         raise CacheError(message)
     with _lock:

@@ -30,6 +30,12 @@ _TRIM_TO = 0.9
 """A full cache is emptied to this share of its cap, so that not every put has to look for something to evict."""
 _PUTS_BETWEEN_SCANS = 64
 
+PROGRAM = "graph"
+"""The label that only the keys of lowered programs have; an entry without it holds an executable."""
+_EVENTS = {"disk": "compilation_cache", "lowering": "lowering_cache", "tracing": "tracing_cache"}
+_TRACING_SHARE = 10
+"""Of the size cap, one part in so many is for what tracing made."""
+
 
 @dataclass(frozen=True)
 class EntryInfo:
@@ -42,18 +48,34 @@ class EntryInfo:
     hits: int
 
     @property
+    def kind(self) -> str:
+        """What it holds: ``executable``, or the ``program`` that a graph was lowered to."""
+        return kind(self.header.parts)
+
+    @property
     def seconds_saved(self) -> float:
-        """Compiling that the hits on this entry made unnecessary."""
+        """Compiling or lowering that the hits on this entry made unnecessary."""
         return self.hits * self.header.compile_seconds
+
+
+def kind(parts: Mapping[str, str]) -> str:
+    """What an entry with these key parts holds."""
+    return "program" if PROGRAM in parts else "executable"
 
 
 class CacheStore:
     """Entries in one directory. All methods are safe to call from several threads and processes at once."""
 
     def __init__(
-        self, directory: Path | None = None, max_size: int | None = None, remote: Remote | None = None
+        self,
+        directory: Path | None = None,
+        max_size: int | None = None,
+        remote: Remote | None = None,
+        counts: str = "disk",
     ) -> None:
-        """``directory`` defaults to the knob ``cache_dir``, ``max_size`` (bytes, 0: no cap) to ``cache_max_size``."""
+        """``directory`` defaults to the knob ``cache_dir``, ``max_size`` (bytes, 0: no cap) to ``cache_max_size``.
+        ``counts``: which counters its use adds to: ``disk`` (executables), ``lowering`` (programs), ``tracing``."""
+        self.counts = counts
         self.folder = Folder(directory or default_directory())
         self.max_size = config.cache_max_size if max_size is None else max_size
         self.remote = remote
@@ -67,17 +89,30 @@ class CacheStore:
         return str(config.cache_key).encode()
 
     def get(self, key: CacheKey) -> Entry | None:
-        """The stored entry, checked, or None. Counts ``disk_hits`` (``remote_hits``) or ``disk_misses``."""
+        """The stored entry, checked, or None. Counts ``disk_hits`` (``remote_hits``) or ``disk_misses``, or what
+        ``counts`` puts in their place."""
         with timed("cache"):
-            entry = self._find(key) or self._fetch(key)
+            entry = self.look(key)
+            if entry is not None:
+                return _hit(entry, self.counts, f"{self.counts}_hits")
+            entry = self._fetch(key)
         if entry is None:
-            count("disk_misses")
-            event("compilation_cache/cache_misses", key=key.digest, program=key.name)
+            count(f"{self.counts}_misses")
+            event(f"{_EVENTS[self.counts]}/cache_misses", key=key.digest, program=key.name)
         return entry
 
-    def put(self, key: CacheKey, payload: bytes, *, compile_seconds: float, metadata: Mapping[str, Any]) -> bool:
-        """Store what a successful compile produced; ``metadata`` holds JSON values. False when it was not stored."""
-        if compile_seconds < config.cache_min_compile_seconds:
+    def put(
+        self,
+        key: CacheKey,
+        payload: bytes,
+        *,
+        compile_seconds: float,
+        metadata: Mapping[str, Any],
+        even_if_quick: bool = False,
+    ) -> bool:
+        """Store what a successful compile produced; ``metadata`` holds JSON values. False when it was not stored.
+        ``even_if_quick``: whatever the knob ``cache_min_compile_seconds`` says."""
+        if compile_seconds < config.cache_min_compile_seconds and not even_if_quick:
             return False
         with timed("cache"):
             pieces = encode(
@@ -99,8 +134,8 @@ class CacheStore:
             return False
         with contained("write to the cache", self.folder.root):
             self._account(self.folder.write(key.digest, pieces), keep=key.digest)
-            count("disk_puts")
-            event("compilation_cache/cache_puts", key=key.digest, program=key.name)
+            count(f"{self.counts}_puts")
+            event(f"{_EVENTS[self.counts]}/cache_puts", key=key.digest, program=key.name)
             return True
         return False
 
@@ -122,8 +157,9 @@ class CacheStore:
             self.folder.remove(key.digest)
         report("refused", f"Cache entry {self.folder.path(key.digest)} was removed: {reason}.")
 
-    def entries(self) -> Iterator[EntryInfo]:
-        """Every readable entry, most recently used first; damaged ones are skipped (``verify`` finds them).
+    def entries(self, of: str = "executable") -> Iterator[EntryInfo]:
+        """Every readable entry of a kind (``executable``, ``program``, empty for both), most recently used first;
+        damaged ones are skipped (``verify`` finds them).
 
         Raises:
             CacheError: the directory is not ours to read.
@@ -131,7 +167,8 @@ class CacheStore:
         for file in reversed(self.folder.scan()):
             with contextlib.suppress(OSError, Rejected):
                 header, hits = self.folder.read_header(file.digest, self.secret)
-                yield EntryInfo(header, self.folder.path(file.digest), file.size, file.used, hits)
+                if of in ("", kind(header.parts)):
+                    yield EntryInfo(header, self.folder.path(file.digest), file.size, file.used, hits)
 
     def prune(self, *, max_size: int | None = None, older_than: float | None = None) -> Removed:
         """Evict what was not used for ``older_than`` seconds, then the longest unused down to ``max_size`` bytes."""
@@ -147,18 +184,18 @@ class CacheStore:
 
     def stats(self) -> CacheStats:
         """Entries, bytes, hits and seconds saved, over all that is stored."""
-        return housekeeping.summarize(self.folder, self.entries(), self.max_size)
+        return housekeeping.summarize(self.folder, self.entries(of=""), self.max_size)
 
-    def _find(self, key: CacheKey) -> Entry | None:
+    def look(self, key: CacheKey) -> Entry | None:
+        """The entry in this directory, checked, or None; nothing is counted."""
         with contained("read cache entry", self.folder.path(key.digest)):
             try:
-                entry = self.folder.read(key.digest, self.secret)
+                return self.folder.read(key.digest, self.secret)
             except FileNotFoundError:
                 return None
             except (Rejected, PermissionError) as fault:
                 self._repair(key.digest, fault)
                 raise
-            return _hit(entry, "disk_hits")
         return None
 
     def _repair(self, digest: str, fault: Rejected | PermissionError) -> None:
@@ -175,7 +212,8 @@ class CacheStore:
             return None
         entry, data = found
         self.write(key, [data])
-        return _hit(entry, "remote_hits")
+        counters = ("remote_hits",) if self.counts == "disk" else ("remote_hits", f"{self.counts}_hits")
+        return _hit(entry, self.counts, *counters)
 
     def _wait_for_turn(self, key: CacheKey, held: contextlib.ExitStack) -> Entry | None:
         from filelock import FileLock, Timeout  # 10 ms that a process without misses does not pay
@@ -186,9 +224,9 @@ class CacheStore:
         while True:
             with contextlib.suppress(Timeout):
                 held.enter_context(lock.acquire(blocking=False))
-            if (entry := self._find(key)) is not None:
+            if (entry := self.look(key)) is not None:
                 held.close()
-                return entry
+                return _hit(entry, self.counts, f"{self.counts}_hits")
             if lock.is_locked:
                 return None
             if not pause:
@@ -216,11 +254,12 @@ class CacheStore:
                 self._size = housekeeping.shrink(self.folder, int(self.max_size * _TRIM_TO), keep)
 
 
-def _hit(entry: Entry, counter: str) -> Entry:
-    count(counter)
+def _hit(entry: Entry, what: str, *counters: str) -> Entry:
+    for counter in counters:
+        count(counter)
     count("saved_seconds", entry.compile_seconds)
     event(
-        "compilation_cache/cache_hits",
+        f"{_EVENTS[what]}/cache_hits",
         key=entry.header.digest,
         program=entry.header.name,
         compile_time_saved_sec=entry.compile_seconds,
@@ -237,20 +276,32 @@ def default_directory() -> Path:
     return Path(platformdirs.user_cache_dir("tpu-compile", appauthor=False))
 
 
-def open_store() -> CacheStore | None:
+def open_store(counts: str = "disk") -> CacheStore | None:
     """The store that the knobs ask for, one object for one setting; None when ``cache`` is off."""
     if not config.cache:
         return None
-    return _open(default_directory(), config.cache_max_size, config.cache_remote, config.cache_remote_write)
+    remote = _open_remote(config.cache_remote, config.cache_remote_write) if config.cache_remote else None
+    return _open(default_directory(), config.cache_max_size, remote, counts)
 
 
 @functools.lru_cache(maxsize=8)
-def _open(directory: Path, max_size: int, remote: str, write: bool) -> CacheStore:
-    if not remote:
-        return CacheStore(directory, max_size)
+def _open(directory: Path, max_size: int, remote: Remote | None, counts: str) -> CacheStore:
+    return CacheStore(directory, max_size, remote, counts)
+
+
+@functools.lru_cache(maxsize=8)
+def tracing_store(store: CacheStore) -> CacheStore:
+    """The store of what tracing made, in a folder of its own below the cache: pickled by torch, so it is neither
+    exported nor shared."""
+    cap = store.max_size // _TRACING_SHARE
+    return CacheStore(store.folder.root / "tracing", cap, counts="tracing")
+
+
+@functools.lru_cache(maxsize=4)
+def _open_remote(url: str, write: bool) -> Remote:
     from tpu_compile.cache.remote import Remote  # threads and queues that a local cache does not need
 
-    return CacheStore(directory, max_size, Remote(remote, write=write))
+    return Remote(url, write=write)
 
 
 @functools.cache

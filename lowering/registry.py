@@ -85,6 +85,10 @@ class OpRegistry:
             self.load()
         return iter(self._rules)
 
+    def registered(self) -> Iterator[tuple[Any, Rule]]:
+        """What was registered so far, operators or their names, without importing the families."""
+        return iter([*self._rules.items(), *self._named.items()])
+
     def items(self) -> Iterator[tuple[Any, Rule]]:
         """Every overload with its rule."""
         return ((op, self._rules[op]) for op in self)

@@ -73,13 +73,16 @@ def _warn_once(message: str) -> None:
 
 def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any]) -> Any:
     from tpu_compile import capture
+    from tpu_compile.warm.autograd import keeper
 
     one_graph, name = capture.one_graph(), capture.frame_name()
     capture.note_break()
     scope = scoped(chosen)
 
     def compile_one(graph: Any, kind: str) -> Any:
-        with override(**scope):
-            return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph)
+        with override(**scope):  # also a backward that is compiled when it is first needed
+            return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph, keeping)
 
-    return capture.aot_graphs(graph_module, example_inputs, compile_one)
+    with override(**scope):
+        keeping = keeper(graph_module, example_inputs, name, one_graph)
+        return capture.aot_graphs(graph_module, example_inputs, compile_one, keeping)

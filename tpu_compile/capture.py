@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo import disable
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import flatten_graph_inputs
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
@@ -20,8 +23,9 @@ from torch.fx import GraphModule
 from tpu_compile import compiler, views
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
-from tpu_compile.lowering.decompositions import decompositions
+from tpu_compile.lowering.decompositions import WhenNeeded
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
+from tpu_compile.warm.autograd import Keeper
 
 
 def one_graph() -> bool:
@@ -81,6 +85,16 @@ def static_arguments(graph: torch.fx.Graph, kind: str) -> frozenset[int]:
     return frozenset(i for i, match in saved.items() if match and int(match[1]) - 1 in static)
 
 
+def forget_donated_buffers() -> None:
+    """Say that the backward takes over no saved tensor, as torch does when it compiles one for a graph that is kept:
+    one that was compiled ahead would refuse ``retain_graph``."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    donated = metadata.bw_donated_idxs if metadata is not None else None
+    if donated is not None:
+        donated.clear()  # the list is shared by the metadata of subclasses
+
+
 def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
     """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys."""
     functionalize_random(joint)
@@ -88,11 +102,15 @@ def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModu
 
 
 def aot_graphs(
-    graph_module: GraphModule, example_inputs: Sequence[Any], compile_one: Callable[[GraphModule, str], Any]
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    compile_one: Callable[[GraphModule, str], Any],
+    keeper: Keeper | None = None,
 ) -> Any:
     """A Dynamo graph through AOTAutograd, set up as this backend needs it.
 
     ``compile_one(graph, kind)`` makes each of its graphs callable; kind is "forward", "backward" or "inference".
+    ``keeper``: keeps what AOTAutograd makes, or has kept it.
     """
 
     names = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
@@ -103,16 +121,28 @@ def aot_graphs(
             node.meta["argument"] = _argument(node, names)
         return compile_one(graph, kind)
 
-    aot = aot_autograd(
-        fw_compiler=partial(compiler, "forward"),
-        bw_compiler=partial(compiler, "backward"),
-        inference_compiler=partial(compiler, "inference"),
+    forward, backward, inference = (partial(compiler, kind) for kind in ("forward", "backward", "inference"))
+    aot = partial(
+        aot_module_simplified,
+        fw_compiler=keeper.keeping(forward) if keeper else forward,
+        bw_compiler=keeper.keeping(backward, _undisturbed) if keeper else _undisturbed(backward),
+        inference_compiler=keeper.keeping(inference) if keeper else inference,
         partition_fn=partition,
-        decompositions=decompositions(),
+        decompositions=WhenNeeded(),
         keep_inference_input_mutations=True,
     )
-    with functorch_config.patch(unlift_effect_tokens=True):  # tokens are no arguments of a program
-        return aot(graph_module, example_inputs)
+    nested = any(isinstance(argument, (list, tuple, dict)) for argument in example_inputs)
+    # unlifted tokens are no arguments of a program
+    with functorch_config.patch(unlift_effect_tokens=True), keeper.active() if keeper else nullcontext():
+        if nested:
+            return disable(flatten_graph_inputs(graph_module, example_inputs, aot))
+        return disable(aot(graph_module, example_inputs))
+
+
+def _undisturbed(compile_backward: Callable[[GraphModule, Sequence[Any]], Any]) -> Any:
+    """Dynamo looks neither into the compiler of a backward, which runs when the user asks for gradients, nor into its
+    result."""
+    return lambda graph, inputs: disable(disable(compile_backward)(graph, inputs))
 
 
 def _drop_tokens(graph_module: GraphModule, arguments: int) -> None:
@@ -148,11 +178,15 @@ def _argument(node: torch.fx.Node, names: Sequence[str]) -> str:
     return f"saved {node.name}" if what is None else node.name
 
 
-def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool) -> Any:
-    """Compile one of AOTAutograd's graphs."""
+def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph: bool, keeper: Keeper | None) -> Any:
+    """Compile one of AOTAutograd's graphs. A backward that is made for a ``keeper`` may never be called."""
+    if keeper is not None and kind == "backward":
+        forget_donated_buffers()
     functionalize_random(graph_module)
     if kind != "backward":
         functionalize_subgraphs(graph_module)
     tail = views.take(graph_module)
-    compiled = compile_graph(graph_module, name, kept=static_arguments(graph_module.graph, kind), one_graph=one_graph)
+    kept = static_arguments(graph_module.graph, kind)
+    lazy = kind == "backward" and keeper is not None and not keeper.ahead_of_time
+    compiled = compile_graph(graph_module, name, kept=kept, one_graph=one_graph, lazy=lazy)
     return compiled if tail is None else views.Replayed(compiled, tail)

@@ -20,12 +20,13 @@ from tpu_compile.cache import open_store
 from tpu_compile.cache.key import CacheKey
 from tpu_compile.cache.store import CacheStore
 from tpu_compile.calling import CallPlan, Residency
-from tpu_compile.config import config
-from tpu_compile.errors import CacheError, DeviceError, Gap, UnsupportedOp
+from tpu_compile.config import config, override, scoped
+from tpu_compile.errors import CacheError, DeviceError, Gap, LoweringError, UnsupportedOp
 from tpu_compile.lowering import fx
 from tpu_compile.lowering.program import Program
 from tpu_compile.runtime import CompileOptions, open_client
 from tpu_compile.stats import count, timed
+from tpu_compile.warm import index
 
 log = logging.getLogger("tpu_compile")
 
@@ -42,8 +43,13 @@ class Runtime:
         """The PJRT client of the platform in force."""
         return open_client(config.platform, config.plugin_options)
 
-    def executable(self, program: Program, options: CompileOptions) -> Compiled:
-        """Load or compile a program: memory, then disk, then XLA. Threads wait only for the program they want."""
+    def executable(
+        self, program: Program, options: CompileOptions, relower: Callable[[], Program] | None = None
+    ) -> Compiled:
+        """Load or compile a program: memory, then disk, then XLA. Threads wait only for the program they want.
+
+        ``relower``: makes the program anew, with the source lines of today, where XLA has to see it.
+        """
         client = self.client
         key = (program.digest, options, id(client))
         with self._locks.setdefault(key, threading.Lock()):
@@ -51,8 +57,21 @@ class Runtime:
             if found is not None:
                 count("memory_hits")
                 return Compiled(program, found.executable, found.key, client, "memory")
-            self._executables[key] = result = _load_or_compile(program, options, client)
+            self._executables[key] = result = _load_or_compile(program, options, client, relower)
             return result
+
+    def adopt(self, program: Program, options: CompileOptions, digest: str, payload: bytes) -> None:
+        """Take an executable that came with its program, if it is what this process would have compiled."""
+        client = self.client
+        if cache_key(program, options, client).digest != digest:
+            return
+        key = (program.digest, options, id(client))
+        with self._locks.setdefault(key, threading.Lock()), timed("load", program.name):
+            if key not in self._executables:
+                _register_handlers(program)
+                loaded = client.load(payload, program.name, options)
+                cached = Compiled(program, loaded, cache_key(program, options, client), client, "disk")
+                self._executables[key] = cached
 
     def forget(self) -> None:
         """Drop the executables held in memory (those in use stay alive with their users)."""
@@ -93,15 +112,14 @@ def cache_key(program: Program, options: CompileOptions, client: Any) -> CacheKe
     return CacheKey.of(program.name, parts)
 
 
-def _load_or_compile(program: Program, options: CompileOptions, client: Any) -> Compiled:
-    if program.ffi_handlers:
-        from tpu_compile.runtime import ffi
-
-        ffi.register(program.ffi_handlers)
+def _load_or_compile(
+    program: Program, options: CompileOptions, client: Any, relower: Callable[[], Program] | None = None
+) -> Compiled:
+    _register_handlers(program)
     key = cache_key(program, options, client)
     store = open_store()
     if store is None:
-        return Compiled(program, _compile(program, options, client), key, client, "xla")
+        return Compiled(program, _compile(program, options, client, relower), key, client, "xla")
     entry = store.get(key)
     loaded = entry and _load(program, options, client, store, key, entry.payload)
     if loaded:
@@ -113,11 +131,18 @@ def _load_or_compile(program: Program, options: CompileOptions, client: Any) -> 
         if loaded:
             return Compiled(program, loaded, key, client, "disk")
         start = time.perf_counter()
-        executable = _compile(program, options, client)
+        executable = _compile(program, options, client, relower)
         seconds = time.perf_counter() - start
         if seconds >= config.cache_min_compile_seconds:
             _store(store, key, executable, seconds, program)
     return Compiled(program, executable, key, client, "xla")
+
+
+def _register_handlers(program: Program) -> None:
+    if program.ffi_handlers:
+        from tpu_compile.runtime import ffi
+
+        ffi.register(program.ffi_handlers)
 
 
 def _store(store: CacheStore, key: CacheKey, executable: Any, seconds: float, program: Program) -> None:
@@ -161,7 +186,11 @@ def _load(
             return None
 
 
-def _compile(program: Program, options: CompileOptions, client: Any) -> Any:
+def _compile(program: Program, options: CompileOptions, client: Any, relower: Callable[[], Program] | None) -> Any:
+    if relower is not None:
+        fresh = relower()
+        assert fresh.digest == program.digest, f"{program.name} was found under a fingerprint that is not its own"
+        program = fresh
     with timed("xla", program.name):
         executable = client.compile(program.bytecode, program.name, options)
     count("xla_compiles")
@@ -222,7 +251,7 @@ def lower_graph(
     """Lower one graph, for the platform in force unless ``family`` names another, and count it. What it overwrites is
     donated if an argument is on a device, or with ``donate``."""
     with timed("lowering", name):
-        donate = donate or any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
+        donate = donate or donates(graph_module)
         program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
     count("lowerings")
     count("nodes", len(graph_module.graph.nodes))
@@ -231,8 +260,17 @@ def lower_graph(
     return program
 
 
+def donates(graph_module: GraphModule) -> bool:
+    """Whether what the graph overwrites may be taken over: an argument is on a device."""
+    return any(_on_device(n.meta.get("val")) for n in graph_module.graph.nodes if n.op == "placeholder")
+
+
 def _on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+
+
+_Lowered = tuple[Program, Callable[[], Program] | None]
+"""A program; where it was found in the cache, also what lowers it again."""
 
 
 class CompiledGraph:
@@ -240,19 +278,58 @@ class CompiledGraph:
     every new binding is
     lowered and compiled once."""
 
-    def __init__(self, graph_module: GraphModule, name: str, kept: frozenset[int] = frozenset()) -> None:
-        self._boxed_call = (
-            True  # on the instance: torch wraps us with functools.wraps, which copies no class attributes
-        )
-        self.graph_module, self.name, self._kept = graph_module, name, kept
-        self._options = options_in_force()
+    def __init__(
+        self, graph_module: GraphModule, name: str, kept: frozenset[int] = frozenset(), *, lazy: bool = False
+    ) -> None:
+        """``lazy``: lower it now, and compile it when it is first called."""
+        self._set_up(graph_module, outline(graph_module, name, kept), {})
+        if not self.outline.sizes:
+            self.programs[()] = self._lowered({})
+            if not lazy:
+                self._only = self._make((), {})
+
+    @classmethod
+    def restored(
+        cls,
+        outline: Outline,
+        programs: Mapping[tuple[int, ...], Program],
+        graph: Callable[[], GraphModule] | None,
+        *,
+        lazy: bool = False,
+    ) -> CompiledGraph:
+        """What another process made, without its tracing: ``programs`` by the numbers of its symbolic sizes, and
+        ``graph``, which those with symbolic sizes need for others."""
+        self = cls.__new__(cls)
+        self._set_up(graph, outline, {sizes: (program, None) for sizes, program in programs.items()})
+        if not outline.sizes and not lazy:
+            self._only = self._make((), {})
+        return self
+
+    def _set_up(
+        self,
+        graph: GraphModule | Callable[[], GraphModule] | None,
+        outline: Outline,
+        programs: dict[tuple[int, ...], _Lowered],
+    ) -> None:
+        # on the instance: torch wraps us with functools.wraps, which copies no class attributes
+        self._boxed_call = True
+        self._graph, self.outline, self.programs = graph, outline, programs
+        self.options, self._scope = options_in_force(), scoped({})
         self._lock = threading.Lock()
-        self._plans: dict[tuple[int, ...], Any] = {}
-        self._read_sizes = _size_reader(graph_module)
-        if not self._read_sizes:
-            self._only: CallPlan | None = self._make(None)
-        else:
-            self._only = None
+        self._plans: dict[tuple[int, ...], CallPlan] = {}
+        self._only: CallPlan | None = None
+        self._read_sizes = [
+            partial(_integer, position) if axis is None else partial(_size, position, axis)
+            for position, axis in outline.sizes
+        ]
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The graph. One that was restored without symbolic sizes has none."""
+        if not isinstance(self._graph, GraphModule):
+            assert self._graph is not None, f"{self.outline.name} was restored from its program alone"
+            self._graph = self._graph()
+        return self._graph
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         plan = self._only or self._bound(arguments)
@@ -266,26 +343,69 @@ class CompiledGraph:
         plan = self._plans.get(sizes)
         if plan is None:
             with self._lock:
-                plan = self._plans.get(sizes) or self._make(fx.bind(self.graph_module.graph, arguments))
-                self._plans[sizes] = plan
+                plan = self._plans.get(sizes)
+                if plan is None:
+                    bindings = fx.bind(self.graph_module.graph, arguments) if sizes else {}
+                    with override(**self._scope):
+                        self._plans[sizes] = plan = self._make(sizes, bindings)
+                    self._only = None if sizes else plan
         return plan
 
-    def _make(self, bindings: dict[Any, int] | None) -> CallPlan:
-        program = lower_graph(self.graph_module, self.name, bindings)
-        compiled = runtime.executable(program, self._options)
+    def _make(self, sizes: tuple[int, ...], bindings: dict[Any, int]) -> CallPlan:
+        if sizes not in self.programs:
+            self.programs[sizes] = self._lowered(bindings)
+        (program, relower), name = self.programs[sizes], self.outline.name
+        compiled = runtime.executable(program, self.options, relower)
         if config.log_compiles:
-            log.warning("%s: %s from %s", self.name, ", ".join(map(str, program.inputs)), compiled.origin)
-        if config.dump_to:
+            log.warning("%s: %s from %s", name, ", ".join(map(str, program.inputs)), compiled.origin)
+        if config.dump_to and self._graph is not None:
             dump.write(config.dump_to, self.graph_module, compiled)
         recorder = _recorder.get()
-        if recorder is not None:
-            recorder.lowerings.append(Lowering(self.name, self.graph_module, compiled, bindings or {}))
-        placed = residency(self.graph_module)
-        if placed is not None:
+        if recorder is not None and self._graph is not None:
+            recorder.lowerings.append(Lowering(name, self.graph_module, compiled, bindings))
+        if self.outline.resident is not None:
             from tpu_compile.device.resident import ResidentPlan
 
-            return ResidentPlan(program, compiled.executable, compiled.client, placed)
-        return CallPlan(program, compiled.executable, compiled.client, self._kept)
+            return ResidentPlan(program, compiled.executable, compiled.client, self.outline.resident)
+        return CallPlan(program, compiled.executable, compiled.client, self.outline.kept)
+
+    def _lowered(self, bindings: dict[Any, int]) -> _Lowered:
+        """The graph's program, from the cache if it was lowered before; then also what lowers it again."""
+        graph_module, name = self.graph_module, self.outline.name
+        lower = partial(lower_graph, graph_module, name, bindings)
+        if looked_at():
+            return lower(), None
+        family, donate = runtime.client.family, donates(graph_module)
+        program, found = index.lowered(graph_module, name, lower, bindings=bindings, family=family, donate=donate)
+        return program, lower if found else None
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a call needs to know of a graph besides its programs.
+
+    Attributes:
+        name: for programs, errors and logs.
+        kept: positions of arguments that are parameters; their import is kept between calls.
+        sizes: what can vary: (position of an integer argument, None), or (position of a tensor, axis).
+        resident: which arguments and results are `tpu` tensors; None if none are.
+    """
+
+    name: str
+    kept: frozenset[int]
+    sizes: tuple[tuple[int, int | None], ...]
+    resident: Residency | None
+
+
+def outline(graph_module: GraphModule, name: str, kept: frozenset[int]) -> Outline:
+    """The outline of a graph."""
+    return Outline(name, kept, tuple(_symbolic_sizes(graph_module)), residency(graph_module))
+
+
+def looked_at() -> bool:
+    """Whether somebody wants to see graphs and source lines as they are now (debug checks name them): nothing is then
+    taken from a cache that stands for tracing or lowering."""
+    return _recorder.get() is not None or bool(config.dump_to) or config.debug_checks
 
 
 def residency(graph_module: GraphModule) -> Residency | None:
@@ -311,23 +431,41 @@ def _size(position: int, axis: int, arguments: Sequence[Any]) -> int:
     return int(arguments[position].shape[axis])
 
 
-def _size_reader(graph_module: GraphModule) -> list[Callable[[Sequence[Any]], int]]:
-    """One reader for each argument that can vary: an integer argument, or an axis of symbolic size."""
-    readers: list[Callable[[Sequence[Any]], int]] = []
+def _symbolic_sizes(graph_module: GraphModule) -> Iterator[tuple[int, int | None]]:
+    """See ``Outline.sizes``."""
     placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            readers.append(partial(_integer, position))
+            yield position, None
         elif isinstance(value, torch.Tensor):
             for axis, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    readers.append(partial(_size, position, axis))
-    return readers
+                    yield position, axis
+
+
+class Deferred:
+    """A graph that could not be lowered ahead of its first call, which may never come."""
+
+    def __init__(self, compile_now: Callable[[], Callable[[list[Any]], list[Any]]]) -> None:
+        self._boxed_call = True
+        self._compile, self._scope = compile_now, scoped({})
+        self._compiled: Callable[[list[Any]], list[Any]] | None = None
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        if self._compiled is None:
+            with override(**self._scope):
+                self._compiled = self._compile()
+        return self._compiled(arguments)
 
 
 def compile_graph(
-    graph_module: GraphModule, name: str, *, kept: frozenset[int] = frozenset(), one_graph: bool = False
+    graph_module: GraphModule,
+    name: str,
+    *,
+    kept: frozenset[int] = frozenset(),
+    one_graph: bool = False,
+    lazy: bool = False,
 ) -> Any:
     """Make a functional aten graph callable.
 
@@ -338,10 +476,18 @@ def compile_graph(
         name: for the program, errors, and the cache file.
         kept: positions of arguments that are parameters; their import is kept between calls.
         one_graph: the user said fullgraph=True; what nothing lowers is an error.
+        lazy: lower it now and compile it at its first call. What goes wrong with it waits until then too.
 
     Raises:
         UnsupportedOp: under ``one_graph``, with every gap.
     """
+    if lazy:
+        try:
+            compiled = CompiledGraph(graph_module, name, kept, lazy=True)
+        except LoweringError:
+            return Deferred(partial(compile_graph, graph_module, name, kept=kept, one_graph=one_graph))
+        count("graphs")
+        return compiled
     count("graphs")
     try:
         return CompiledGraph(graph_module, name, kept)

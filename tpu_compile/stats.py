@@ -2,7 +2,8 @@
 
 Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``fallback_ops`` ``memory_hits``
 ``disk_hits`` ``disk_misses`` ``disk_puts`` ``disk_waits`` ``disk_evictions`` ``remote_hits`` ``remote_misses``
-``remote_puts``
+``remote_puts`` ``lowering_hits`` ``lowering_misses`` ``lowering_puts`` (a graph's program, found in the same place)
+``tracing_hits`` ``tracing_misses`` ``tracing_puts`` ``tracing_bypasses`` (what AOTAutograd made, in torch's own cache)
 ``cache_faults`` ``h2d_bytes`` ``d2h_bytes`` ``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir``
 ``ops_eager``.
 Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``, and ``saved_seconds``: compiling that
@@ -22,6 +23,7 @@ from typing import Any
 _COUNTS = (
     "graphs nodes lowerings xla_compiles executions fallback_ops memory_hits disk_hits disk_misses disk_puts "
     "disk_waits disk_evictions remote_hits remote_misses remote_puts cache_faults "
+    "lowering_hits lowering_misses lowering_puts tracing_hits tracing_misses tracing_puts tracing_bypasses "
     "h2d_bytes d2h_bytes copied_arguments ops_native ops_jnp ops_torch_mlir ops_eager"
 ).split()
 _SECONDS = "lowering_seconds xla_seconds load_seconds cache_seconds saved_seconds".split()
@@ -76,7 +78,8 @@ def on_event(listener: Listener) -> Callable[[], None]:
     """Call ``listener(name, details)`` at every event, in the thread where it happens; the result ends that.
 
     ``compilation_cache/cache_hits``, ``…/cache_misses``, ``…/cache_puts`` with ``key`` and ``program``; hits also with
-    ``compile_time_saved_sec``; ``…/cache_faults`` with ``kind`` and ``message``. ``stage/begin`` and ``stage/end`` with
+    ``compile_time_saved_sec``; ``lowering_cache/…`` the same for lowered programs; ``tracing_cache/cache_hits``,
+    ``…/cache_misses``, ``…/cache_puts``, ``…/cache_bypasses`` with ``program``. ``stage/begin`` and ``stage/end`` with
     ``stage`` ("lowering", "xla", "load", "cache") and ``program``; the end also with ``seconds``.
     """
     _listeners.append(listener)
