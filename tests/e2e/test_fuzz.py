@@ -1,0 +1,59 @@
+"""Random programs, eager against compiled; and that the fuzzer would see a wrong rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxlib.mlir.dialects import stablehlo
+
+from tools import fuzz
+from tpu_compile.lowering.registry import registry
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # eager's own, of programs nobody would write
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_few_programs(seed):
+    assert not fuzz.run([seed])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", range(10, 510, 50))
+def test_five_hundred_programs(start):
+    assert not fuzz.run(range(start, start + 50))
+
+
+def test_a_seed_is_a_program():
+    first, second = fuzz.generate(7), fuzz.generate(7)
+    assert first.source() == second.source() != fuzz.generate(8).source()
+    assert all(a.equal(b) for (_, a), (_, b) in zip(first.inputs, second.inputs, strict=True))
+
+
+def test_a_wrong_rule_is_found_and_shrunk_to_its_line(monkeypatch):
+    wrong = lambda ctx, x: stablehlo.sine(stablehlo.add(x, x))  # noqa: E731
+    sin = torch.ops.aten.sin.default
+    right = registry.get(sin)
+    program = fuzz.Fuzzed(
+        (("x0", torch.linspace(0, 1, 6).reshape(2, 3)), ("x1", torch.ones(3))),
+        ("v0 = x0 * 2", "v1 = v0.t()", "x1.add_(1)", "v3 = v1.sin()", "v4 = v3 + 1", "v5 = x1 - 1"),
+        ("v4", "v5"),
+    )
+    assert fuzz.fault(program) is None
+    registry.register(sin, wrong, replace=True)
+    try:
+        small = fuzz.shrink(program, lambda p: fuzz.fault(p) is not None)
+        reason = fuzz.fault(small)
+    finally:
+        registry.register(sin, right.function, right.tier, replace=True)
+    assert len(small.lines) <= 2 and any("sin()" in line for line in small.lines), small.source()
+    assert reason and fuzz.fault(small) is None
+    assert small.source() in fuzz.reproducer(small, reason)
+
+
+def test_what_eager_itself_does_not_know_is_no_fault():
+    """sin of 1e8 in float32 has no right digits; rounding it differently is not wrong."""
+    program = fuzz.Fuzzed((("x0", torch.tensor([1e8])),), ("v0 = x0 * 3.0000001", "v1 = v0.sin()"), ("v1",))
+    moved = fuzz.Fuzzed(program.inputs, ("v0 = x0 * 3.0000002", "v1 = v0.sin()"), ("v1",))
+    assert fuzz.fault(program, lambda fn: fuzz.function(moved.source())) is None
+    other = fuzz.Fuzzed(program.inputs, ("v1 = x0.sin() + 50",), ("v1",))
+    assert fuzz.fault(program, lambda fn: fuzz.function(other.source())) is not None
