@@ -14,6 +14,7 @@ from jaxlib.mlir import ir
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_compile.errors import UnsupportedDtype
+from tpu_compile.lowering.program import CARRIED
 
 _MLIR = {
     torch.bool: lambda: ir.IntegerType.get_signless(1),
@@ -33,6 +34,7 @@ _MLIR = {
     torch.float8_e4m3fnuz: ir.Float8E4M3FNUZType.get,
     torch.float8_e5m2: ir.Float8E5M2Type.get,
     torch.float8_e5m2fnuz: ir.Float8E5M2FNUZType.get,
+    torch.complex32: lambda: ir.ComplexType.get(ir.F32Type.get()),  # see CARRIED
     torch.complex64: lambda: ir.ComplexType.get(ir.F32Type.get()),
     torch.complex128: lambda: ir.ComplexType.get(ir.F64Type.get()),
 }
@@ -66,11 +68,12 @@ NUMPY = {
     torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
     torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
+    torch.complex32: np.complex64,
     torch.complex64: np.complex64,
     torch.complex128: np.complex128,
 }
-_OPMATH = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+_OPMATH = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _COMPLEX = {torch.float64: torch.complex128, torch.complex128: torch.complex128}
 
 
@@ -97,7 +100,7 @@ def from_element_type(element: ir.Type) -> torch.dtype:
 def to_numpy(t: torch.Tensor) -> np.ndarray:
     """A host copy of ``t`` as a C-contiguous numpy array of the same bits."""
     with _disable_current_modes():  # AOTAutograd compiles under a FakeTensorMode, which refuses real tensors
-        t = t.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        t = t.to(CARRIED.get(t.dtype, t.dtype)).detach().cpu().resolve_conj().resolve_neg().contiguous()
         if t.dtype in (torch.bfloat16, *(d for d in NUMPY if d.is_floating_point and d.itemsize == 1)):
             carrier = {1: torch.uint8, 2: torch.int16}[t.dtype.itemsize]
             return t.view(carrier).numpy().view(NUMPY[t.dtype]).copy()

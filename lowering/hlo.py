@@ -202,6 +202,9 @@ def convert(x: Value, element: torch.dtype) -> Value:
     source = dtype(x)
     if source == element:
         return x
+    if element == torch.complex32:  # its values live in complex64, each part rounded
+        parts = (stablehlo.real(x), stablehlo.imag(x)) if source.is_complex else (x, full_like(x, 0))
+        return stablehlo.complex(*(convert(convert(p, torch.float16), torch.float32) for p in parts))
     if source.is_complex and not element.is_complex:
         return compare(x, full_like(x, 0), "NE") if element == torch.bool else convert(stablehlo.real(x), element)
     if element == torch.bool:

@@ -43,6 +43,10 @@ class TensorSpec:
         return f"{SHORT.get(self.dtype, str(self.dtype))}[{','.join(map(str, self.shape))}]"
 
 
+CARRIED = {torch.complex32: torch.complex64}
+"""Dtypes without an element type of their own, and the one that holds their values, rounded, inside a program and at
+its ends."""
+
 SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -54,6 +58,7 @@ SHORT = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "bool",
+    torch.complex32: "c32",
     torch.complex64: "c64",
     torch.complex128: "c128",
 }

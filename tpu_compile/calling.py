@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tpu_compile.errors import BadCall
-from tpu_compile.lowering.program import Program, TensorSpec
+from tpu_compile.lowering.program import CARRIED, Program, TensorSpec
 from tpu_compile.stats import counters
 
 
@@ -45,6 +45,8 @@ class ArgumentPlan:
         self.stride = spec.stride if order is not None else TensorSpec.contiguous(spec.shape, spec.dtype).stride
         self.order = None if order is None or order == tuple(range(len(order))) else order
         self._kept: tuple[int, Any] = (0, None)
+        if self.dtype in CARRIED:
+            self.keep, self._share = False, lambda t: share(t.to(CARRIED[t.dtype]))
 
     def buffer(self, t: torch.Tensor) -> Any:
         """The buffer of ``t``. A parameter's import is kept: as long as we hold it nobody else can get that address."""
@@ -86,7 +88,8 @@ class ResultPlan:
     __slots__ = ("_back", "_fetch", "_gaps", "spec")
 
     def __init__(self, spec: TensorSpec, fetch: Callable[[Any], torch.Tensor]) -> None:
-        self.spec, self._fetch = spec, fetch
+        self.spec = spec
+        self._fetch = fetch if spec.dtype not in CARRIED else lambda buffer: fetch(buffer).to(spec.dtype)
         order = spec.order
         self._gaps = order is None
         plain = order is None or order == tuple(range(len(order)))
