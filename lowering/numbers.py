@@ -61,8 +61,8 @@ _TAKERS: dict[Any, tuple[int, ...]] = {
 
 def stays_inside(node: Node) -> bool:
     """Whether a program can make what depends on a learned number: ``item()`` whose every use takes a value, or a piece
-    of known size from a place that only the running program knows."""
-    if node.target in (aten.slice.Tensor, aten.select.int):
+    of known size from places that only the running program knows."""
+    if node.target in (aten.slice.Tensor, aten.select.int, aten.index.Tensor):
         return not any(_is_learned(size) for size in node.meta["val"].shape)
     if node.target is torch.ops.higher_order.while_loop:
         return not any(map(_is_learned, _sizes(node.meta["val"]))) and all(

@@ -81,15 +81,18 @@ def _wrapped(index: Value, size: int, widest: int, common: Sequence[int]) -> Val
 
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(ctx: LoweringContext, x: Value, indices: Sequence[Value | None]) -> Value:
-    if any(i is not None and _is_mask(i) for i in indices):
-        ctx.refuse(
-            "a boolean mask as an index has a result whose shape depends on data", "use torch.where, or mask the values"
-        )
-    if all(i is None for i in indices):
+    given = [i for i in indices if i is not None]
+    if not given:
         return x
+    if any(map(_is_mask, given)):
+        if len(given) > 1:
+            ctx.refuse("a boolean mask together with other index tensors", "use torch.where")
+        return _masked_pick(ctx, x, [index is not None for index in indices].index(True), given[0])
+    at = picked(x, indices)
+    if at.shape != list(ctx.out.shape):
+        ctx.refuse("torch promises another shape than it gives, for indices that pick nothing")
     if not ctx.out.numel:
         return hlo.full(0, ctx.out.dtype, ctx.out.shape)
-    at = picked(x, indices)
     return hlo.gather(
         x,
         at.vectors,
@@ -98,6 +101,18 @@ def index(ctx: LoweringContext, x: Value, indices: Sequence[Value | None]) -> Va
         start_index_map=at.dims,
         slice_sizes=[1 if i in at.dims else s for i, s in enumerate(hlo.shape(x))],
     )
+
+
+def _masked_pick(ctx: LoweringContext, x: Value, at: int, mask: Value) -> Value:
+    """``x[..., mask, ...]`` where the graph knows how many trues there are: the true positions, packed, index ``x``."""
+    mask = hlo.convert(mask, torch.bool)
+    sizes, total, count = hlo.shape(x), hlo.numel(mask), ctx.out.shape[at]
+    flat = hlo.reshape(mask, [total])
+    places = hlo.select(flat, true_positions(flat), hlo.full(count, torch.int32, [total]))
+    nowhere, everywhere = hlo.full(0, torch.int32, [count]), hlo.iota([total], 0)
+    packed = scatter_at(nowhere, hlo.unsqueeze(places, 1), everywhere, "second", update_window=[], dims=[0])
+    x = hlo.reshape(x, [*sizes[:at], total, *sizes[at + hlo.rank(mask) :]])
+    return take_axis(x, packed, at)
 
 
 def _is_mask(index: Value) -> bool:
@@ -116,12 +131,14 @@ def index_put(
     if any(map(_is_mask, given)):
         if len(given) > 1:
             ctx.refuse("a boolean mask together with other index tensors", "use torch.where")
-        return _masked_put(x, list(indices).index(given[0]), given[0], values, accumulate)
-    at = picked(x, indices)
-    if not math.prod(at.shape):
+        at = [index is not None for index in indices].index(True)
+        return _masked_put(x, at, given[0], values, accumulate)
+    spots = picked(x, indices)
+    if not math.prod(spots.shape):
         return x
-    values = hlo.broadcast(_without_leading_ones(values, len(at.shape)), at.shape)
-    return scatter_at(x, at.vectors, values, "add" if accumulate else "second", update_window=at.window, dims=at.dims)
+    values = hlo.broadcast(_without_leading_ones(values, len(spots.shape)), spots.shape)
+    combine = "add" if accumulate else "second"
+    return scatter_at(x, spots.vectors, values, combine, update_window=spots.window, dims=spots.dims)
 
 
 @lowers(aten._unsafe_masked_index_put_accumulate.default)

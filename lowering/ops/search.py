@@ -55,7 +55,8 @@ def _binary_search(boundaries: Value, values: Value, direction: str) -> Value:
 
 
 def _common(boundaries: Value, values: Value) -> tuple[Value, Value]:
-    kind = torch.promote_types(hlo.dtype(boundaries), hlo.dtype(values))
+    """In the dtype that torch promotes them to, where a 0-dim value gives way."""
+    kind = dtypes.promote((hlo.dtype(t), hlo.rank(t)) for t in (boundaries, values))
     return hlo.convert(boundaries, kind), hlo.convert(values, kind)
 
 
@@ -63,8 +64,9 @@ def _common(boundaries: Value, values: Value) -> tuple[Value, Value]:
 def bucketize(
     ctx: LoweringContext, x: Value, boundaries: Value, *, out_int32: bool = False, right: bool = False
 ) -> Value:
-    boundaries, x = _common(boundaries, hlo.reshape(x, [hlo.numel(x)]))
-    return hlo.reshape(hlo.convert(search(boundaries, x, right), ctx.out.dtype), ctx.out.shape)
+    boundaries, x = _common(boundaries, x)
+    found = search(boundaries, hlo.reshape(x, [hlo.numel(x)]), right)
+    return hlo.reshape(hlo.convert(found, ctx.out.dtype), ctx.out.shape)
 
 
 @lowers(aten.bucketize.Scalar)
@@ -93,9 +95,9 @@ def searchsorted(
 ) -> Value:
     if sorter is not None:
         sorted_sequence = take_along(sorted_sequence, sorter, hlo.rank(sorter) - 1)
-    if hlo.rank(sorted_sequence) == 1:
-        x = hlo.reshape(x, [hlo.numel(x)])
     sequence, x = _common(sorted_sequence, x)
+    if hlo.rank(sequence) == 1:
+        x = hlo.reshape(x, [hlo.numel(x)])
     return hlo.reshape(hlo.convert(search(sequence, x, right or side == "right"), ctx.out.dtype), ctx.out.shape)
 
 

@@ -158,6 +158,11 @@ def clone(ctx: LoweringContext, x: Value, *, memory_format: Any = None) -> Value
     return x
 
 
+@lowers(torch.ops.prims.copy_strided.default)
+def copy_strided(ctx: LoweringContext, a: Value, stride: Sequence[int]) -> Value:
+    return a
+
+
 @lowers(aten.copy.default, aten.copy_.default)
 def copy(ctx: LoweringContext, x: Value, src: Value, non_blocking: bool = False) -> Value:
     return hlo.broadcast(hlo.convert(src, ctx.out.dtype), ctx.out.shape)
