@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxlib.mlir.dialects import stablehlo
@@ -11,6 +13,7 @@ from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.attention import unbroadcast
+from tpu_compile.lowering.ops.reduction import vector_norm
 from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -53,6 +56,22 @@ def norm_gradient(difference: Value, grad: Value, distance: Value, p: float) -> 
         if p < 1:
             result = hlo.select(hlo.compare(size, zero, "EQ"), zero, result)
     return hlo.select(hlo.compare(distance, zero, "EQ"), zero, result)
+
+
+@lowers(aten.dist.default)
+def dist(ctx: LoweringContext, x: Value, other: Value, p: Any = 2) -> Value:
+    """The p-norm of the whole difference, which torch takes after it has rounded the difference."""
+    a, b = (hlo.convert(v, dtypes.promote([(hlo.dtype(x), 1), (hlo.dtype(other), 1)])) for v in (x, other))
+    sizes = [max(m, n) if min(m, n) else 0 for m, n in zip(*_padded(hlo.shape(a), hlo.shape(b)), strict=True)]
+    difference = stablehlo.subtract(hlo.broadcast(a, sizes), hlo.broadcast(b, sizes))
+    norm = vector_norm(hlo.convert(difference, dtypes.opmath(hlo.dtype(difference))), range(len(sizes)), float(p))
+    return hlo.reshape(hlo.convert(norm, ctx.out.dtype), ctx.out.shape)
+
+
+def _padded(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Both shapes with ones in front, to one rank."""
+    rank = max(len(a), len(b))
+    return [1] * (rank - len(a)) + [*a], [1] * (rank - len(b)) + [*b]
 
 
 def _pairs(a: Value, b: Value) -> tuple[Value, Value]:
