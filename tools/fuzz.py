@@ -342,7 +342,7 @@ def fault(program: Fuzzed, compiler: Compile = on_tpu) -> str | None:
     try:
         got = [*compiler(function(program.source()))(*kept), *kept]
     except RuntimeError as error:
-        return f"{type(error).__name__}: {str(error)[:600]}" if _captured(program) else None
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" if _captured(program) else None
     labels = [*program.returned, *(f"{name} after the call" for name, _ in program.inputs)]
     doubtful = [i for i, (w, g) in enumerate(zip(want, got, strict=True)) if _differs(w, g, [])]
     others = list(_others(program)) if doubtful else []
@@ -457,7 +457,7 @@ def reproducer(program: Fuzzed, reason: str) -> str:
         f"    torch.tensor({t.tolist()}, dtype={t.dtype}).reshape({tuple(t.shape)}),\n" for _, t in program.inputs
     )
     return (
-        f"# {reason.splitlines()[0]}\nimport torch\nfrom math import inf, nan\n\n\n{program.source()}\n\n"
+        f"# {reason}\nimport torch\nfrom math import inf, nan\n\n\n{program.source()}\n\n"
         f"inputs = [\n{inputs}]\ncopies = [t.clone() for t in inputs]\n"
         'print("eager   ", program(*inputs), inputs)\n'
         'print("compiled", torch.compile(program, backend="tpu", fullgraph=True)(*copies), copies)\n'
