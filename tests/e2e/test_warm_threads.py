@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tpu_compile import compiler, stages
-from tpu_compile.compiler import Compiled, options_in_force
+from tpu_compile import executables, stages
+from tpu_compile.executables import Compiled, options_in_force
 
 
 def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) ->
     quick = stages.trace(torch.cos, torch.ones(3)).lower().program
     started, let_go = threading.Event(), threading.Event()
     made: list[str] = []
-    true_way = compiler._load_or_compile
+    true_way = executables._load_or_compile
 
     def load_or_compile(program: Any, *rest: Any) -> Compiled:
         if program.digest == slow.digest:
@@ -28,8 +28,8 @@ def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) ->
             assert let_go.wait(60)
         return true_way(program, *rest)
 
-    monkeypatch.setattr(compiler, "_load_or_compile", load_or_compile)
-    options, runtime = options_in_force(), compiler.Runtime()
+    monkeypatch.setattr(executables, "_load_or_compile", load_or_compile)
+    options, runtime = options_in_force(), executables.Runtime()
     with ThreadPoolExecutor(4) as threads:
         first = threads.submit(runtime.executable, slow, options)
         assert started.wait(60)
@@ -44,7 +44,7 @@ def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_failed_compile_lets_the_next_thread_try(monkeypatch: pytest.MonkeyPatch) -> None:
     program = stages.trace(torch.sin, torch.ones(3)).lower().program
-    true_way, attempts = compiler._load_or_compile, []
+    true_way, attempts = executables._load_or_compile, []
 
     def load_or_compile(*arguments: Any) -> Compiled:
         attempts.append(threading.get_ident())
@@ -52,8 +52,8 @@ def test_a_failed_compile_lets_the_next_thread_try(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("the first one fails")
         return true_way(*arguments)
 
-    monkeypatch.setattr(compiler, "_load_or_compile", load_or_compile)
-    runtime = compiler.Runtime()
+    monkeypatch.setattr(executables, "_load_or_compile", load_or_compile)
+    runtime = executables.Runtime()
     with pytest.raises(RuntimeError, match="the first one fails"):
         runtime.executable(program, options_in_force())
     assert runtime.executable(program, options_in_force()).executable is not None

@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters as torch_counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCacheDetails
-from torch._functorch.aot_autograd import SerializableAOTDispatchCompiler
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import AOTAUTOGRAD_CACHE_PREFIX, FxGraphCache
 from torch._inductor.output_code import OutputCode
