@@ -24,6 +24,7 @@ from tpu_compile import compiler, views
 from tpu_compile.compiler import compile_graph
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import WhenNeeded
+from tpu_compile.lowering.picks import sum_picks
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
 from tpu_compile.warm.autograd import Keeper
 
@@ -186,6 +187,7 @@ def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph:
     functionalize_random(graph_module)
     if kind != "backward":
         functionalize_subgraphs(graph_module)
+    sum_picks(graph_module)
     tail = views.take(graph_module)
     kept = static_arguments(graph_module.graph, kind)
     lazy = kind == "backward" and keeper is not None and not keeper.ahead_of_time
