@@ -37,6 +37,7 @@ from torch.fx import GraphModule
 from tpu_compile import compiler
 from tpu_compile.cache import CacheKey, CacheStore, open_store
 from tpu_compile.cache.store import tracing_store
+from tpu_compile.config import config
 from tpu_compile.stats import count, counters, event
 from tpu_compile.warm import sources
 from tpu_compile.warm.artifact import GraphCode, ahead_of_time
@@ -80,6 +81,7 @@ def _facts(one_graph: bool) -> dict[str, str]:
         "libraries": sources.libraries(),
         "sources": sources.digest(),
         "one_graph": str(one_graph),
+        "knobs": " ".join(f"{name}={value}" for name, value in sorted(config.keyed().items())),
         "foreign_rules": " ".join(sorted(sources.foreign_rules())),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()),
