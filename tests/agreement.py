@@ -66,7 +66,8 @@ def agrees() -> Callable[..., dict[str, float]]:
             compare(eager_args, args, f"arguments after call {call}")
             mine, theirs = _state(fn, args), _state(eager_fn, eager_args)
             # A gradient that is 0 in exact arithmetic (a bias before a normalisation) is noise of the others' size.
-            scale = max((t.grad.abs().max().item() for t in theirs if t.grad is not None), default=1)
+            grads = [t.grad for t in theirs if t.grad is not None and t.grad.numel()]
+            scale = max((g.abs().max().item() for g in grads), default=1)
             for w, g in zip(theirs, mine, strict=True):
                 compare(w.detach(), g.detach(), f"state after call {call}")
                 if grad:

@@ -1,0 +1,5 @@
+"""The fixture that this suite's tests compare with."""
+
+from agreement import agrees
+
+__all__ = ["agrees"]

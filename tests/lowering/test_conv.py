@@ -1,0 +1,65 @@
+"""Convolutions and their gradients against eager: strides, paddings, dilations, groups in which a side can be off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def leaf(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(sum(sizes))
+    return torch.randn(*sizes, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(agrees: Any, dtype: torch.dtype) -> None:
+    operands = leaf(2, 4, 9, 10, dtype=dtype), leaf(6, 4, 3, 3, dtype=dtype), leaf(6, dtype=dtype)
+    agrees(lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1), *operands, grad=dtype != torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize(
+    ("x", "weight", "options"),
+    [
+        ((2, 4, 11, 10), (6, 2, 3, 3), {"stride": (2, 1), "padding": (1, 2), "dilation": (2, 1), "groups": 2}),
+        ((2, 4, 8, 9), (4, 1, 3, 3), {"padding": 1, "groups": 4}),
+        ((1, 2, 4, 4), (3, 2, 2, 2), {"padding": 5}),
+        ((1, 2, 11, 14), (3, 2, 3, 2), {"stride": 4}),
+        ((2, 4, 11), (6, 4, 4), {"padding": "same", "dilation": 3}),
+        ((4, 11), (6, 4, 4), {"stride": 3}),
+        ((2, 4, 5, 6, 7), (6, 4, 2, 3, 3), {"stride": 2, "padding": (1, 0, 1)}),
+        ((0, 2, 4, 4), (3, 2, 2, 2), {}),
+    ],
+    ids=["grouped", "depthwise", "padding-beyond-kernel", "leftover", "same-even", "unbatched", "3d", "empty"],
+)
+def test_forms(agrees: Any, x: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]) -> None:
+    conv = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(weight)]
+    agrees(lambda x, w: conv(x, w, **options), leaf(*x), leaf(*weight), grad=True)
+
+
+@pytest.mark.parametrize(
+    ("stride", "output_padding", "dilation", "groups"), [(2, 1, 1, 1), (2, 1, 2, 2), (1, 2, 3, 1), (3, 0, 1, 2)]
+)
+def test_transposed(agrees: Any, stride: int, output_padding: int, dilation: int, groups: int) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.conv_transpose2d(x, w, b, stride, 1, output_padding, groups, dilation)
+
+    agrees(run, leaf(2, 4, 5, 6), leaf(4, 3, 3, 3), leaf(3 * groups), grad=True)
+
+
+def test_transposed_padding_beyond_the_kernel(agrees: Any) -> None:
+    agrees(lambda x, w: F.conv_transpose2d(x, w, padding=3), leaf(1, 2, 9, 9), leaf(2, 3, 3, 3), grad=True)
+
+
+def test_integers(agrees: Any) -> None:
+    x, w = torch.arange(-16, 16).view(1, 2, 4, 4), torch.arange(24).view(3, 2, 2, 2)
+    agrees(lambda x, w: F.conv2d(x, w), x, w)
+
+
+def test_only_the_filter_needs_a_gradient(agrees: Any) -> None:
+    agrees(lambda x, w: F.conv2d(x, w), leaf(2, 3, 6, 6).detach(), leaf(4, 3, 3, 3), grad=True)

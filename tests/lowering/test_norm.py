@@ -1,0 +1,60 @@
+"""Normalisations against eager: running statistics, absent weights, mixed dtypes, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+aten = torch.ops.aten
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def leaf(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    torch.manual_seed(sum(sizes))
+    return torch.randn(*sizes, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_moves_its_statistics(agrees: Any, training: bool) -> None:
+    agrees(nn.BatchNorm2d(3, momentum=0.3).train(training), leaf(4, 3, 5, 6), grad=True, calls=2)
+
+
+def test_batch_norm_without_statistics_or_weights(agrees: Any) -> None:
+    agrees(lambda x: F.batch_norm(x, None, None, training=True), leaf(4, 3, 5), grad=True)
+
+
+def test_batch_norm_of_bfloat16_with_float32_weights(agrees: Any) -> None:
+    agrees(nn.BatchNorm1d(3), leaf(4, 3, 5, dtype=torch.bfloat16).detach())
+
+
+def test_batch_norm_by_its_other_names(agrees: Any) -> None:
+    x, w, m, v = leaf(4, 3, 5).detach(), leaf(3).detach(), torch.zeros(3), torch.ones(3)
+    agrees(lambda *a: aten._batch_norm_with_update_functional(*a, 0.1, 1e-5), x, w, w, m, v)
+    agrees(lambda *a: aten._batch_norm_no_update(*a, 0.1, 1e-5), x, w, w, m, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_group_and_rms(agrees: Any, dtype: torch.dtype) -> None:
+    grad = dtype != torch.bfloat16
+    x, w = leaf(4, 6, 5, dtype=dtype), leaf(5, dtype=dtype)
+    agrees(lambda x, w: F.layer_norm(x, (5,), w, w), x, w, grad=grad)
+    agrees(lambda x, w: F.rms_norm(x, (5,), w), x, w, grad=grad)
+    agrees(lambda x, w: F.group_norm(x, 2, w, w), x, leaf(6, dtype=dtype), grad=grad)
+
+
+def test_absent_weights_and_no_rows(agrees: Any) -> None:
+    agrees(lambda x: F.layer_norm(x, (5,)), leaf(4, 5), grad=True)
+    agrees(lambda x, w: F.layer_norm(x, (5,), w), leaf(0, 5), leaf(5), grad=True)
+    agrees(lambda x: F.group_norm(x, 3), leaf(4, 6, 5), grad=True)
+    agrees(lambda x: F.local_response_norm(F.instance_norm(x), 2), leaf(4, 6, 5), grad=True)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm(agrees: Any, dim: int) -> None:
+    sizes = [1, 1, 1]
+    sizes[dim] = 4
+    agrees(lambda v, g: torch._weight_norm(v, g, dim), leaf(4, 5, 4), leaf(*sizes), grad=True)
