@@ -5,7 +5,8 @@ So compile the gradients of ``x[mask] = value`` and ``index_fill``, whose value 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +15,26 @@ from torch.fx import GraphModule, Node
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class Pick:
+    """``node`` picks from ``x`` where ``mask`` is true; the mask covers the axes of ``x`` from ``axis`` on, which are
+    one axis, ``axis``, of what is picked."""
+
+    x: Node
+    mask: Node
+    axis: int
+
+    @property
+    def extra(self) -> int:
+        """How many axes more than the pick ``x`` has."""
+        return self.mask.meta["val"].dim() - 1  # type: ignore[no-any-return]
+
+
 def sum_picks(graph_module: GraphModule) -> None:
     """Rewrite such picks in a functional aten graph whose nodes carry FakeTensor metadata."""
-    graph = graph_module.graph
-    picks = [n for n in graph.nodes if n.target in _MASKED and n.meta.get("val") is not None]
-    changed = False
-    for node in picks:
-        masked = _MASKED[node.target](_Writer(graph_module, node), node)
-        if masked is not None:
-            node.replace_all_uses_with(masked)
-            changed = True
+    changed = [n for n in graph_module.graph.nodes if n.target in _PICKS and _PICKS[n.target](graph_module, n)]
     if changed:
-        graph.eliminate_dead_code()
+        graph_module.graph.eliminate_dead_code()
         graph_module.recompile()
 
 
@@ -45,63 +54,87 @@ class _Writer:
         return node
 
 
-def _only_summed(node: Node, axis: int) -> bool:
-    """Whether every use of ``node`` is a sum over ``axis``."""
-    rank = node.meta["val"].dim()
-    for user in node.users:
-        dims = user.args[1] if user.target is aten.sum.dim_IntList and len(user.args) > 1 else None
-        over = range(rank) if not dims else [d % rank for d in dims]  # type: ignore[union-attr, operator]
-        if user.target not in (aten.sum.default, aten.sum.dim_IntList) or axis not in over:
-            return False
-    return bool(node.users)
-
-
 def _is_unknown(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and any(str(s).startswith("u") for s in size.node.expr.free_symbols)
 
 
-def _zeroed(write: _Writer, x: Node, mask: Node, axis: int) -> Node:
-    """``x`` with zeros where ``mask`` (on the axes from ``axis`` on) is false; those axes made one."""
-    sizes, covered = list(x.meta["val"].shape), mask.meta["val"].dim()
-    after = sizes[axis + covered :]
-    off = write(
-        aten.view.default, write(aten.logical_not.default, mask), [*mask.meta["val"].shape, *(1 for _ in after)]
-    )
-    zeroed = write(aten.masked_fill.Scalar, x, off, 0)
-    return write(aten.view.default, zeroed, [*sizes[:axis], mask.meta["val"].numel(), *after])
+def _summed_axes(user: Node, rank: int) -> list[int]:
+    dims: Any = user.args[1] if len(user.args) > 1 else None
+    return [d % rank for d in dims] if dims else list(range(rank))
 
 
-def _masked_index(write: _Writer, node: Node) -> Node | None:
+def _only_summed(node: Node, axis: int) -> bool:
+    """Whether every use of ``node`` is a sum over ``axis``."""
+    rank = node.meta["val"].dim()
+    sums = (aten.sum.default, aten.sum.dim_IntList)
+    return bool(node.users) and all(u.target in sums and axis in _summed_axes(u, rank) for u in node.users)
+
+
+def _rewrite_sums(graph_module: GraphModule, node: Node, pick: Pick) -> None:
+    """Sum ``x``, zero off the mask, in place of what was picked."""
+    write = _Writer(graph_module, node)
+    off = write(aten.logical_not.default, pick.mask)
+    for _ in range(pick.x.meta["val"].dim() - pick.axis - pick.mask.meta["val"].dim()):
+        off = write(aten.unsqueeze.default, off, off.meta["val"].dim())
+    zeroed = write(aten.masked_fill.Scalar, pick.x, off, 0)
+    for user in list(node.users):
+        user.replace_all_uses_with(_sum_of(_Writer(graph_module, user), user, zeroed, pick, node.meta["val"].dim()))
+
+
+def _sum_of(write: _Writer, user: Node, zeroed: Node, pick: Pick, rank: int) -> Node:
+    """The sum that ``user`` is, of ``zeroed``, whose masked axes count as one."""
+    if user.target is aten.sum.default:
+        return write(aten.sum.default, zeroed, **user.kwargs)
+    picked = range(pick.axis, pick.axis + pick.extra + 1)
+    dims = [d for d in _summed_axes(user, rank) if d < pick.axis]
+    dims += [*picked, *(d + pick.extra for d in _summed_axes(user, rank) if d > pick.axis)]
+    keepdim = len(user.args) > 2 and bool(user.args[2])
+    total = write(aten.sum.dim_IntList, zeroed, dims, keepdim, **user.kwargs)
+    return write(aten.squeeze.dims, total, list(picked[1:])) if keepdim and pick.extra else total
+
+
+def _masked_index(graph_module: GraphModule, node: Node) -> bool:
     """``x[..., mask, ...]``."""
-    x, indices = node.args
-    given: Sequence[Any] = [i for i in indices if i is not None]  # type: ignore[union-attr]
-    if len(given) != 1 or given[0].meta["val"].dtype is not torch.bool:
-        return None
-    axis = next(i for i, index in enumerate(indices) if index is not None)  # type: ignore[arg-type]
-    if not _is_unknown(node.meta["val"].shape[axis]) or not _only_summed(node, axis):
-        return None
-    return _zeroed(write, x, given[0], axis)  # type: ignore[arg-type]
+    x: Any = node.args[0]
+    indices: Any = node.args[1]
+    given = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        return False
+    ((axis, mask),) = given
+    known = not _is_unknown(node.meta["val"].shape[axis])
+    if mask.meta["val"].dtype is not torch.bool or known or not _only_summed(node, axis):
+        return False
+    _rewrite_sums(graph_module, node, Pick(x, mask, axis))
+    return True
 
 
-def _unique_index_select(write: _Writer, node: Node) -> Node | None:
+def _unique_index_select(graph_module: GraphModule, node: Node) -> bool:
     """``x.index_select(dim, index.unique())``."""
     x, dim, index = node.args
-    unique = index.args[0] if index.op == "call_function" and index.args else None  # type: ignore[union-attr]
+    unique: Any = index.args[0] if isinstance(index, Node) and index.args else None
     if not isinstance(unique, Node) or unique.target is not aten._unique.default or index.args[1] != 0:  # type: ignore[union-attr]
-        return None
+        return False
     value = x.meta["val"]  # type: ignore[union-attr]
-    axis = dim % max(value.dim(), 1)  # type: ignore[operator]
+    if not value.dim():  # there is one element, and it is picked once
+        node.replace_all_uses_with(x)  # type: ignore[arg-type]
+        return True
+    axis = dim % value.dim()  # type: ignore[operator]
     if not _only_summed(node, axis):
-        return None
-    if not value.dim():
-        x = write(aten.view.default, x, [1])
-    n = value.shape[axis] if value.dim() else 1
-    places = write(aten.view.default, unique.args[0], [unique.args[0].meta["val"].numel()])  # type: ignore[union-attr]
-    nowhere = write(aten.full.default, [n], False, dtype=torch.bool, device=value.device)
-    return _zeroed(write, x, write(aten.scatter.value, nowhere, 0, places, True), axis)  # type: ignore[arg-type]
+        return False
+    write = _Writer(graph_module, node)
+    places: Any = unique.args[0]
+    if not places.meta["val"].dim():
+        places = write(aten.unsqueeze.default, places, 0)
+    one_row: Any = x
+    for at in reversed([i for i in range(value.dim()) if i != axis]):
+        one_row = write(aten.select.int, one_row, at, 0)
+    nowhere = write(aten.full_like.default, one_row, False, dtype=torch.bool)
+    mask = write(aten.scatter.value, nowhere, 0, places, True)
+    _rewrite_sums(graph_module, node, Pick(x, mask, axis))  # type: ignore[arg-type]
+    return True
 
 
-_MASKED: dict[Any, Callable[[_Writer, Node], Node | None]] = {
+_PICKS: dict[Any, Callable[[GraphModule, Node], bool]] = {
     aten.index.Tensor: _masked_index,
     aten.index_select.default: _unique_index_select,
 }
