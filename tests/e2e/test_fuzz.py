@@ -57,3 +57,11 @@ def test_what_eager_itself_does_not_know_is_no_fault():
     assert fuzz.fault(program, lambda fn: fuzz.function(moved.source())) is None
     other = fuzz.Fuzzed(program.inputs, ("v1 = x0.sin() + 50",), ("v1",))
     assert fuzz.fault(program, lambda fn: fuzz.function(other.source())) is not None
+
+
+def test_strides_that_faketensor_has_otherwise_than_eager_are_no_fault():
+    inputs = (("x0", torch.ones(2, 3, dtype=torch.bool).t()), ("x1", torch.ones(1, dtype=torch.float64)))
+    assert fuzz.fault(fuzz.Fuzzed(inputs, ("v0 = x0 // x1",), ("v0",))) is None
+    product = fuzz.Fuzzed(inputs, ("v0 = x0 * x1",), ("v0",))
+    contiguous = fuzz.function("def program(x0, x1):\n    return (x0 * x1).contiguous(),\n")
+    assert "strides" in (fuzz.fault(product, lambda fn: contiguous) or "")
