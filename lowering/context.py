@@ -73,6 +73,9 @@ class Walk(Protocol):
     def subgraph(self, graph_module: torch.fx.GraphModule, arguments: Sequence[Any]) -> list[Any]:
         """Lower a graph inline on ``arguments``; returns its flat outputs."""
 
+    def number(self, value: Any) -> Any:
+        """A size of the graph as a number; anything that is not symbolic as it is."""
+
     def layout(self, argument: int) -> Layout:
         """Where the elements of the current op's tensor argument lie in memory, as torch sees it."""
 

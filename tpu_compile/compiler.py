@@ -19,7 +19,7 @@ from tpu_compile.calling import CallPlan, Residency
 from tpu_compile.config import config, override, scoped
 from tpu_compile.errors import Gap, LoweringError, UnsupportedOp
 from tpu_compile.executables import Compiled, cache_key, options_in_force, runtime
-from tpu_compile.lowering import fx
+from tpu_compile.lowering import fx, torch_mlir
 from tpu_compile.lowering.program import Program
 from tpu_compile.stats import count, timed
 from tpu_compile.warm import index
@@ -99,6 +99,8 @@ def lower_graph(
     donated if an argument is on a device, or with ``donate``."""
     with timed("lowering", name):
         donate = donate or donates(graph_module)
+        if config.lowering == "torch-mlir":
+            graph_module = torch_mlir.as_one_call(graph_module)
         program = fx.lower(graph_module, name, family=family or runtime.client.family, bindings=bindings, donate=donate)
     count("lowerings")
     count("nodes", len(graph_module.graph.nodes))

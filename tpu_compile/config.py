@@ -171,12 +171,19 @@ KNOBS: dict[str, Knob] = {
             "Raise, as eager does, at an index out of range; and at the op that makes the first NaN or infinity.",
             keyed=True,
         ),
+        _knob(
+            "lowering",
+            _one_of("native", "torch-mlir"),
+            "native",
+            "Who turns graphs into StableHLO: our own rules, or torch-mlir, a second opinion with half the operators.",
+            keyed=True,
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
 OPTIONS = frozenset(
-    "excess_precision xla_options optimization_level debug_checks cache dump_to log_compiles platform".split()
+    "excess_precision xla_options optimization_level debug_checks lowering cache dump_to log_compiles platform".split()
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 

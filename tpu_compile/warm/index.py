@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from tpu_compile.cache import CacheKey, CacheStore, open_store
 from tpu_compile.cache.store import PROGRAM
+from tpu_compile.config import config
 from tpu_compile.lowering.program import Program
 from tpu_compile.warm import record, sources
 from tpu_compile.warm.fingerprint import Fingerprint, NoFingerprint, fingerprint
@@ -74,6 +75,7 @@ def _facts(family: str, donate: bool) -> dict[str, str]:
     return {
         "family": family,
         "donate": str(donate),
+        "lowering": config.lowering,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "default_dtype": str(torch.get_default_dtype()),
         "libraries": sources.libraries(),
