@@ -19,7 +19,7 @@ from tpu_compile.lowering.decompositions import decompositions
 def lower_traced(ctx: LoweringContext, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The flat results of ``function(*args)``; values among ``args`` are tensors to it, at any depth of nesting."""
     leaves, structure = pytree.tree_flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, hlo.Value)]
+    places = [i for i, leaf in enumerate(leaves) if hlo.is_value(leaf)]
 
     def on_tensors(*tensors: torch.Tensor) -> Any:
         filled = list(leaves)

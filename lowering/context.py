@@ -52,7 +52,8 @@ class LoweringContext:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, strides and storage offset of a tensor, in elements. Only ops that speak of memory (``as_strided``) ask for it."""
+    """Sizes, strides and storage offset of a tensor, in elements. Only ops that speak of memory (``as_strided``) ask
+    for it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 def _factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     transposed = A.is_contiguous() and not A.is_complex()
-    return aten.linalg_lu_factor_ex(A.mT if transposed else A)  # type: ignore[no-any-return]
+    return aten.linalg_lu_factor_ex(A.mT if transposed else A)
 
 
 def _parity(pivots: Tensor) -> Tensor:

@@ -347,7 +347,8 @@ def reduce_window(
 
 
 def running(x: Value, axis: int, combiner: str | Callable[[Value, Value], Value], init: Any = None) -> Value:
-    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones, everywhere."""
+    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones,
+    everywhere."""
     n = shape(x)[axis]
     if not n:
         return x
@@ -494,7 +495,8 @@ def scatter(
 
 
 def rng_bit_generator(state: Value, sizes: Dims, element: torch.dtype) -> Value:
-    """Philox bits as uint32 or uint64. ``state`` is u64[3]: the key, then the counter's low and high word; a counter yields 128 bits."""
+    """Philox bits as uint32 or uint64. ``state`` is u64[3]: the key, then the counter's low and high word; a counter
+    yields 128 bits."""
     algorithm = stablehlo.RngAlgorithmAttr.get("PHILOX")
     return stablehlo.rng_bit_generator(state.type, tensor_type(sizes, element), algorithm, state)[1]
 

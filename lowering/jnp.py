@@ -128,12 +128,12 @@ def _function(ctx: LoweringContext, traced: Traced) -> tuple[str, list[ir.Type]]
         for handler in crossing.handlers:
             ctx.walk.need_ffi(handler)
         ctx.functions[traced] = merge(ctx, crossing.bytecode, traced.function.__name__)
-    return ctx.functions[traced]  # type: ignore[no-any-return]
+    return ctx.functions[traced]
 
 
-def merge(ctx: LoweringContext, bytecode: bytes, name: str) -> tuple[str, list[ir.Type]]:
+def merge(ctx: LoweringContext, source: bytes | str, name: str) -> tuple[str, list[ir.Type]]:
     """Parse a module into the program, its functions renamed and private; returns the symbol and types of ``main``."""
-    module = ir.Module.parse(bytecode)
+    module = ir.Module.parse(source)
     prefix = f"{name}_{len(ctx.functions)}"
     functions = [op.operation for op in module.body.operations]
     for op in functions:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-WHOLE, BOX, MERGED, PLACES = "whole", "box", "merged", "places"
-"""How a window lies in its memory. ``whole``: all of it, in some order of the axes. ``box``: a box of the memory seen
-as a grid made of the window's strides. ``merged``: a box once axes that follow each other are one. ``places``:
-anything else, element by element."""
+from tpu_compile.lowering.program import row_major
+
+WHOLE, BOX, FLAT, MERGED, PLACES = "whole", "box", "flat", "merged", "places"
+"""How a window lies in its memory. ``whole``: all of it, in some order of the axes. ``box``: a box of the buffer, whose
+axes the window's strides may cut further. ``flat``: a box of the memory seen as a grid made of the window's strides
+alone. ``merged``: the same, once axes that follow each other are one. ``places``: anything else, element by element."""
 
 _library = torch.library.Library("tpu_compile", "FRAGMENT")
 _library.define("read_window(Tensor base, Tensor? start, SymInt[] size, SymInt[] stride, str mode) -> Tensor")
@@ -63,27 +65,34 @@ class Grid:
         return tuple(position) if fits and not offset else None
 
 
-def grid(numel: int, size: Sequence[int], stride: Sequence[int], merge: bool = False) -> Grid | None:
-    """The grid that the strides of a window make of a memory; None if they do not divide each other or overlap."""
+def grid(dims: Sequence[int], size: Sequence[int], stride: Sequence[int], mode: str) -> Grid | None:
+    """The grid that a window's strides make of a row-major buffer of ``dims``; None if strides do not divide each other
+    or rows overlap. ``mode`` is ``box``, ``flat`` or ``merged``."""
+    numel = math.prod(dims)
     axes = sorted((i for i, n in enumerate(size) if n != 1 and stride[i]), key=lambda i: -stride[i])
-    counts, steps = [size[i] for i in axes], [stride[i] for i in axes]
-    if merge:
-        counts, steps = _merged(counts, steps)
-    for (n, step), outer in zip(zip(counts[1:], steps[1:], strict=True), steps, strict=False):
+    rows = [(size[i], stride[i]) for i in axes]
+    if mode == MERGED:
+        rows = _merged(rows)
+    if mode == BOX:
+        taken = {step for _, step in rows}
+        own = zip(dims, row_major(tuple(dims)), strict=True)
+        rows = sorted([*rows, *((1, step) for n, step in own if n != 1 and step not in taken)], key=lambda row: -row[1])
+    for (_, outer), (n, step) in itertools.pairwise(rows):
         if outer % step or n * step > outer:
             return None
-    if not steps:
+    if not rows:
         return Grid((numel,), (1,), (), numel)
-    inner = [a // b for a, b in itertools.pairwise(steps)]
-    return Grid((-(-numel // steps[0]), *inner, steps[-1]), (*counts, 1), tuple(axes), numel)
+    inner = [a // b for (_, a), (_, b) in itertools.pairwise(rows)]
+    sizes = (*(n for n, _ in rows), 1)
+    return Grid((-(-numel // rows[0][1]), *inner, rows[-1][1]), sizes, tuple(axes), numel)
 
 
-def _merged(counts: list[int], steps: list[int]) -> tuple[list[int], list[int]]:
-    """Axes that follow each other in memory as one."""
+def _merged(rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Axes (size, stride) that follow each other in memory as one."""
     merged: list[tuple[int, int]] = []
-    for n, step in zip(counts, steps, strict=True):
+    for n, step in rows:
         if merged and merged[-1][1] == n * step:
             merged[-1] = (merged[-1][0] * n, step)
         else:
             merged.append((n, step))
-    return [n for n, _ in merged], [step for _, step in merged]
+    return merged

@@ -113,7 +113,7 @@ def compute(target: Any, arguments: Sequence[Any]) -> Value:
 
 
 def _alike(arguments: Sequence[Any]) -> list[Value]:
-    kinds = [hlo.dtype(a) if isinstance(a, Value) else _KIND_OF[type(a)] for a in arguments]
+    kinds = [hlo.dtype(a) if hlo.is_value(a) else _KIND_OF[type(a)] for a in arguments]
     kind = max(kinds, key=[torch.bool, torch.int64, torch.float64].index)
     return [_value(a, kind) for a in arguments]
 
@@ -122,4 +122,4 @@ _KIND_OF = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _value(number: Any, kind: torch.dtype) -> Value:
-    return hlo.convert(number, kind) if isinstance(number, Value) else hlo.scalar(number, kind)
+    return hlo.convert(number, kind) if hlo.is_value(number) else hlo.scalar(number, kind)

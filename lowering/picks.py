@@ -27,7 +27,7 @@ class Pick:
     @property
     def extra(self) -> int:
         """How many axes more than the pick ``x`` has."""
-        return self.mask.meta["val"].dim() - 1  # type: ignore[no-any-return]
+        return self.mask.meta["val"].dim() - 1
 
 
 def sum_picks(graph_module: GraphModule) -> None:
@@ -118,7 +118,7 @@ def _unique_index_select(graph_module: GraphModule, node: Node) -> bool:
     if not value.dim():  # there is one element, and it is picked once
         node.replace_all_uses_with(x)  # type: ignore[arg-type]
         return True
-    axis = dim % value.dim()  # type: ignore[operator]
+    axis = dim % value.dim()
     if not _only_summed(node, axis):
         return False
     write = _Writer(graph_module, node)

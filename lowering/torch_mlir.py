@@ -165,7 +165,7 @@ def one_op(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str
     operands: list[ir.Value] = []
 
     def name(value: Any) -> Any:
-        if not isinstance(value, hlo.Value):
+        if not hlo.is_value(value):
             return None
         operands.append(value)
         return {"node": f"x{len(operands) - 1}"}

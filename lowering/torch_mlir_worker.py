@@ -68,7 +68,7 @@ def stablehlo_text(request: dict[str, Any]) -> str:
     module = build(request)
     with FakeTensorMode():
         inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in request["inputs"].values()]
-        traced = make_fx(lambda *xs: flat(module(*xs)), decomposition_table=core_aten_decompositions())(*inputs)
+        traced = make_fx(lambda *xs: flat(module(*xs)), decomposition_table=dict(core_aten_decompositions()))(*inputs)
     context = ir.Context()
     torch_dialect.register_dialect(context)
     importer = FxImporter(context=context)

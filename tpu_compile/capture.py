@@ -148,8 +148,8 @@ def _undisturbed(compile_backward: Callable[[GraphModule, Sequence[Any]], Any]) 
 
 
 def _drop_tokens(graph_module: GraphModule, arguments: int) -> None:
-    """Remove the token of an effect inside a branch: torch drops that effect, and forgets to take its token, an argument
-    and a result that come first, out of the graph."""
+    """Remove the token of an effect inside a branch: torch drops that effect, and forgets to take its token, an
+    argument and a result that come first, out of the graph."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     tokens = placeholders[: len(placeholders) - arguments]
     for token in tokens:

@@ -124,7 +124,7 @@ def _same_memory(node: Node, base: Node) -> bool:
     ours, theirs = node.meta.get("val"), base.meta.get("val")
     if not isinstance(ours, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return False
-    return ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata
+    return bool(ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata)
 
 
 def _overwritten(owner: Node) -> bool:

@@ -184,10 +184,11 @@ def split_exponent(x: Value) -> tuple[Value, Value]:
     biased = hlo.select(subnormal, stablehlo.subtract(one, shift), biased)
     sign = stablehlo.and_(bits, hlo.full_like(bits, layout.sign))
     half = hlo.full_like(bits, (layout.bias - 1) << layout.fraction)
-    mantissa = from_bits(stablehlo.or_(sign, stablehlo.or_(half, fraction)), hlo.dtype(x))
+    mantissa = stablehlo.or_(sign, stablehlo.or_(half, fraction))
     special = stablehlo.or_(_not_finite(bits, layout), hlo.compare(bits, sign, "EQ"))
     exponent = stablehlo.subtract(biased, hlo.full_like(bits, layout.bias - 1))
-    return hlo.select(special, x, mantissa), hlo.select(special, zero, exponent)
+    chosen = from_bits(hlo.select(special, bits, mantissa), hlo.dtype(x))  # of floats, LLVM takes subnormals for 0
+    return chosen, hlo.select(special, zero, exponent)
 
 
 def _not_finite(bits: Value, layout: Layout) -> Value:

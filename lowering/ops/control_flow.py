@@ -39,7 +39,7 @@ def assemble(ctx: LoweringContext, values: Sequence[Value]) -> Any:
 
 def as_value(x: Any, kind: torch.dtype | None = None) -> Value:
     """A Python number as a 0-dim value; a value as it is."""
-    if isinstance(x, Value):
+    if hlo.is_value(x):
         return x
     return hlo.scalar(x, kind or {bool: torch.bool, int: torch.int64, float: torch.float64}[type(x)])
 
@@ -76,7 +76,7 @@ def cond(ctx: LoweringContext, pred: Any, true_graph: GraphModule, false_graph: 
     specs = tensors(ctx)
     if not specs:
         return assemble(ctx, [])
-    if not isinstance(pred, Value):
+    if not hlo.is_value(pred):
         return assemble(ctx, flat_results(ctx, true_graph if pred else false_graph, operands, specs))
     types = [hlo.tensor_type(spec.shape, spec.dtype) for spec in specs]
     branches = [lambda g=graph: flat_results(ctx, g, operands, specs) for graph in (false_graph, true_graph)]
@@ -240,4 +240,4 @@ def out_dtype(ctx: LoweringContext, op: Any, output_dtype: torch.dtype, *args: A
     rule = registry.get(op)
     if rule is None:
         ctx.refuse(f"{op}, which it wraps, has no rule")
-    return rule.function(ctx, *(hlo.convert(a, output_dtype) if isinstance(a, Value) else a for a in args))
+    return rule.function(ctx, *(hlo.convert(a, output_dtype) if hlo.is_value(a) else a for a in args))

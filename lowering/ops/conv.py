@@ -31,8 +31,8 @@ class Geometry:
     @staticmethod
     def of(spatial: int, stride: Ints, padding: Ints, dilation: Ints, groups: int) -> Geometry:
         """Lists of one entry speak for every axis."""
-        wide = (tuple(v) * spatial if len(v) == 1 else tuple(v) for v in (stride, padding, dilation))
-        return Geometry(*wide, groups)
+        stride, padding, dilation = (tuple(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation))
+        return Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
 def _spatial(x: Value) -> list[int]:

@@ -10,6 +10,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.ops.division import rounder
 from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -103,20 +104,32 @@ def _range(ctx: LoweringContext, start: Any, step: Any) -> Value:
 
 @lowers(aten.linspace.default)
 def linspace(ctx: LoweringContext, start: Any, end: Any, steps: int, **_: Any) -> Value:
-    """Counted from both ends, as torch does, so that the last element is exactly ``end``. The ends are rounded to the
-    result's dtype first; whole numbers are interpolated in float64."""
+    """Counted from both ends, as torch does, so that the last element is exactly ``end``.
+
+    Ends, step, counts and products all have the result's dtype, 16 bits included; integers are spaced in float64.
+    """
     out = ctx.out
-    start, end = (torch.tensor(v).to(out.dtype).item() for v in (start, end))
+    start, end = (_as(v, out.dtype) for v in (start, end))
     if steps == 1:
         return hlo.full(start, out.dtype, out.shape)
-    kind = torch.float64 if dtypes.is_integer(out.dtype) else dtypes.opmath(out.dtype)
+    kept = torch.float64 if dtypes.is_integer(out.dtype) else out.dtype
+    kind, rounded = dtypes.opmath(kept), rounder(kept)
+    step = _as(_as(end - start, kept) / max(steps - 1, 1), kept)
+
+    def walk(origin: Any, counts: Value, build: Any) -> Value:
+        travelled = rounded(stablehlo.multiply(rounded(counts), hlo.full_like(counts, step)))
+        return build(hlo.full_like(counts, origin), travelled)
+
     counts = hlo.convert(hlo.iota(out.shape, 0, dtypes.real(kind)), kind)
-    step = (end - start) / max(steps - 1, 1)
-    up = stablehlo.add(hlo.full_like(counts, start), stablehlo.multiply(counts, hlo.full_like(counts, step)))
     back = stablehlo.subtract(hlo.full_like(counts, steps - 1), counts)
-    down = stablehlo.subtract(hlo.full_like(counts, end), stablehlo.multiply(back, hlo.full_like(counts, step)))
     first_half = hlo.compare(hlo.iota(out.shape, 0), hlo.full(steps // 2, torch.int32, out.shape), "LT")
-    return hlo.convert(hlo.select(first_half, up, down), out.dtype)
+    halves = walk(start, counts, stablehlo.add), walk(end, back, stablehlo.subtract)
+    return hlo.convert(hlo.select(first_half, *halves), out.dtype)
+
+
+def _as(value: Any, kind: torch.dtype) -> Any:
+    """A Python number rounded to a dtype."""
+    return int(value) if dtypes.is_integer(kind) else torch.tensor(value, dtype=kind).item()
 
 
 @lowers(aten.eye.default)

@@ -119,8 +119,8 @@ def cdist_backward(ctx: LoweringContext, grad: Value, x1: Value, x2: Value, p: f
     lead = hlo.shape(cdist)[:-2]
     a, b = _pairs(*(hlo.broadcast(hlo.convert(v, kind), [*lead, *hlo.shape(v)[-2:]]) for v in (x1, x2)))
     sizes = hlo.shape(a)
-    spread = (hlo.broadcast_in_dim(hlo.convert(v, kind), sizes, range(len(sizes) - 1)) for v in (grad, cdist))
-    parts = norm_gradient(stablehlo.subtract(a, b), *spread, p)
+    pull, length = (hlo.broadcast_in_dim(hlo.convert(v, kind), sizes, range(len(sizes) - 1)) for v in (grad, cdist))
+    parts = norm_gradient(stablehlo.subtract(a, b), pull, length, p)
     result = hlo.reduce(parts, [len(sizes) - 2], "add")
     return hlo.convert(unbroadcast(result, out.shape), out.dtype)
 
@@ -170,8 +170,9 @@ def pdist_backward(ctx: LoweringContext, grad: Value, x: Value, p: float, pdist:
     kind = dtypes.opmath(out.dtype)
     x, n = hlo.convert(x, kind), out.shape[0]
     a, b = _pairs(x, x)
-    square = (hlo.broadcast_in_dim(_square_form(hlo.convert(v, kind), n), hlo.shape(a), [0, 1]) for v in (grad, pdist))
-    return hlo.convert(hlo.reduce(norm_gradient(stablehlo.subtract(a, b), *square, p), [1], "add"), out.dtype)
+    squares = (_square_form(hlo.convert(v, kind), n) for v in (grad, pdist))
+    pull, length = (hlo.broadcast_in_dim(v, hlo.shape(a), [0, 1]) for v in squares)
+    return hlo.convert(hlo.reduce(norm_gradient(stablehlo.subtract(a, b), pull, length, p), [1], "add"), out.dtype)
 
 
 def _square_form(v: Value, n: int) -> Value:

@@ -135,7 +135,10 @@ def gcd(ctx: LoweringContext, x: Value, other: Value) -> Value:
 
 @elementwise(aten.lcm.default)
 def lcm(ctx: LoweringContext, x: Value, other: Value) -> Value:
+    """Narrow integers are multiplied as C's int, then cut: the magnitude is taken before the result wraps."""
     divisor = greatest_common_divisor(x, other)
+    kind = torch.int32 if hlo.dtype(x).itemsize < 4 else hlo.dtype(x)
+    x, other, divisor = (hlo.convert(v, kind) for v in (x, other, divisor))
     zero = hlo.full_like(x, 0)
     safe = hlo.select(hlo.compare(divisor, zero, "EQ"), hlo.full_like(x, 1), divisor)
     return _magnitude(stablehlo.multiply(stablehlo.divide(x, safe), other))

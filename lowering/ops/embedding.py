@@ -48,7 +48,8 @@ def embedding_dense_backward(
 
 
 def _rows_gradient(ctx: LoweringContext, updates: Value, rows: Value, padding_idx: int, by_frequency: bool) -> Value:
-    """Add ``updates[n]`` to row ``rows[n]``, in float32. The padding row's are sent out of range: a scatter drops them."""
+    """Add ``updates[n]`` to row ``rows[n]``, in float32. The padding row's are sent out of range: a scatter drops
+    them."""
     out = ctx.out
     wide, num_weights = dtypes.opmath(out.dtype), out.shape[0]
     zeros = hlo.full(0, wide, out.shape)
@@ -162,7 +163,8 @@ def _bag_max(
 
 
 def _sized(x: Value, spec: Any) -> Value:
-    """``x`` as the 1-dim result that FakeTensor promises, which torch leaves shorter or longer where nobody reads it."""
+    """``x`` as the 1-dim result that FakeTensor promises, which torch leaves shorter or longer where nobody reads
+    it."""
     n, wanted = hlo.shape(x)[0], spec.shape[0]
     x = hlo.slice_axis(x, 0, 0, min(n, wanted))
     return hlo.convert(hlo.pad(x, 0, [0], [max(wanted - n, 0)]), spec.dtype)

@@ -1,7 +1,8 @@
 """Reading and writing at tensor indices: index, index_put, gather, index_select, take, put and the index_* family.
 
-Indices are narrowed to i32 wherever the sizes allow. Python's negative indices are valid where torch takes them (index, index_put, take, put),
-and only there. What lies out of range is an error in torch: here reads are clamped and writes dropped.
+Indices are narrowed to i32 wherever the sizes allow. Python's negative indices are valid where torch takes them (index,
+index_put, take, put), and only there. What lies out of range is an error in torch: here reads are clamped and writes
+dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Combine = str | Callable[[Value, Value], Value]
 
 
 def take_axis(x: Value, index: Value, at: int) -> Value:
-    """``x`` at the positions ``index`` (any shape, non-negative) of one axis: shape[:at] + index.shape + shape[at+1:]."""
+    """``x`` at the positions ``index`` (any shape, non-negative) of one axis: shape[:at] + index.shape +
+    shape[at+1:]."""
     sizes = hlo.shape(x)
     result = [*sizes[:at], *hlo.shape(index), *sizes[at + 1 :]]
     if not math.prod(result):
@@ -50,7 +52,8 @@ def take_axis(x: Value, index: Value, at: int) -> Value:
 
 @dataclass(frozen=True)
 class Picked:
-    """What ``x[indices]`` means: the indexed axes, one index vector per picked position, and where the picked axes stand in the result."""
+    """What ``x[indices]`` means: the indexed axes, one index vector per picked position, and where the picked axes
+    stand in the result."""
 
     dims: list[int]
     vectors: Value
@@ -59,7 +62,8 @@ class Picked:
 
 
 def picked(x: Value, indices: Sequence[Value | None]) -> Picked:
-    """Broadcast the integer ``indices`` against each other; their axes stay in place if adjacent, and come first if not."""
+    """Broadcast the integer ``indices`` against each other; their axes stay in place if adjacent, and come first if
+    not."""
     sizes = hlo.shape(x)
     dims = [i for i, index in enumerate(indices) if index is not None]
     given = [index for index in indices if index is not None]
@@ -145,7 +149,8 @@ def index_put(
 def unsafe_masked_index_put_accumulate(
     ctx: LoweringContext, x: Value, mask: Value, indices: Sequence[Value | None], values: Value
 ) -> Value:
-    """index_put that adds only where ``mask`` holds, at indices clamped into range. torch rounds after each addition."""
+    """index_put that adds only where ``mask`` holds, at indices clamped into range. torch rounds after each
+    addition."""
     sizes = hlo.shape(x)
     if not hlo.numel(x):
         return x
@@ -177,7 +182,8 @@ def scatter_at(
     dims: Sequence[int],
     **batching: Any,
 ) -> Value:
-    """Combine ``updates`` into ``x`` at index vectors. Named 16-bit sums and products are made in float32 and rounded once."""
+    """Combine ``updates`` into ``x`` at index vectors. Named 16-bit sums and products are made in float32 and rounded
+    once."""
     kind = hlo.dtype(x)
     wide = dtypes.opmath(kind) if combine in ("add", "multiply") else kind
     if kind == torch.bool and combine in ("add", "multiply"):
@@ -196,7 +202,8 @@ def scatter_at(
 
 
 def _masked_put(x: Value, at: int, mask: Value, values: Value, accumulate: bool) -> Value:
-    """``x[..., mask, ...] = values``. The axis of picked positions is 1 long in ``values``, or as long as the mask has trues."""
+    """``x[..., mask, ...] = values``. The axis of picked positions is 1 long in ``values``, or as long as the mask has
+    trues."""
     mask = hlo.convert(mask, torch.bool)
     sizes, covered = hlo.shape(x), hlo.rank(mask)
     after = sizes[at + covered :]
@@ -216,7 +223,8 @@ def _masked_put(x: Value, at: int, mask: Value, values: Value, accumulate: bool)
 
 
 def true_positions(mask: Value) -> Value:
-    """For each element of a 1-dim mask, how many trues stand before it (i32): the place of its value in a packed list."""
+    """For each element of a 1-dim mask, how many trues stand before it (i32): the place of its value in a packed
+    list."""
     ones = hlo.convert(mask, torch.int32)
     n = hlo.shape(mask)[0]
     if not n:
@@ -245,7 +253,8 @@ def gather(ctx: LoweringContext, x: Value, dim: int, index: Value, *, sparse_gra
 
 
 def take_along(x: Value, index: Value, at: int) -> Value:
-    """``result[i, j, …] = x[i, index[i, j, …], …]`` with ``index`` on axis ``at``; ``index`` may be smaller on the other axes."""
+    """``result[i, j, …] = x[i, index[i, j, …], …]`` with ``index`` on axis ``at``; ``index`` may be smaller on the
+    other axes."""
     sizes = hlo.shape(index)
     if not hlo.numel(index):
         return hlo.full(0, hlo.dtype(x), sizes)

@@ -9,7 +9,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import hlo, memory
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.memory import MERGED, PLACES, WHOLE, Grid, read_window, write_window
+from tpu_compile.lowering.memory import PLACES, WHOLE, Grid, read_window, write_window
 from tpu_compile.lowering.program import dense_order
 from tpu_compile.lowering.registry import lowers
 
@@ -66,7 +66,7 @@ def _order(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _grid(base: Value, size: Sequence[int], stride: Sequence[int], mode: str) -> Grid:
-    found = memory.grid(hlo.numel(base), size, stride, merge=mode == MERGED)
+    found = memory.grid(hlo.shape(base), size, stride, mode)
     assert found is not None, f"no grid has windows {size} with strides {stride}"
     return found
 

@@ -143,13 +143,14 @@ def _logarithm(x: Value, base: int) -> Value:
     """From the exponent and the mantissa apart, so that whole powers of the base give whole numbers."""
     if hlo.dtype(x).is_complex:
         return scaled_parts(complex_log(x), 1 / math.log(base))
-    kind, scale = hlo.dtype(x), hlo.full_like(x, 1 / math.log(base))
+    of_two, of_e = (1.0, math.log2(math.e)) if base == 2 else (math.log10(2), math.log10(math.e))
+    kind, scale = hlo.dtype(x), hlo.full_like(x, of_e)
     mantissa, exponent = split_exponent(x)
     small = hlo.compare(mantissa, hlo.full_like(x, math.sqrt(0.5)), "LT")
     mantissa = hlo.select(small, stablehlo.add(mantissa, mantissa), mantissa)
     whole = hlo.convert(stablehlo.subtract(exponent, hlo.convert(small, hlo.dtype(exponent))), kind)
-    high = _short(math.log(2) / math.log(base), kind)
-    rest = stablehlo.multiply(whole, hlo.full_like(x, math.log(2) / math.log(base) - high))
+    high = _short(of_two, kind)
+    rest = stablehlo.multiply(whole, hlo.full_like(x, of_two - high))
     rest = stablehlo.add(stablehlo.multiply(stablehlo.log(mantissa), scale), rest)
     exact = stablehlo.add(stablehlo.multiply(whole, hlo.full_like(x, high)), rest)
     inside = stablehlo.and_(stablehlo.is_finite(x), hlo.compare(x, hlo.full_like(x, 0), "GT"))

@@ -48,7 +48,7 @@ def key_of_draw(ctx: LoweringContext, index: int) -> Value:
     first, second = hlo.slice_(seed, [0], [1]), hlo.slice_(seed, [1], [2])
     key = hlo.concatenate([first, stablehlo.add(second, hlo.full_like(second, index))], 0)
     for count in ctx.walk.turns:
-        word = hlo.convert(count, torch.uint64) if isinstance(count, Value) else hlo.scalar(count, torch.uint64)
+        word = hlo.convert(count, torch.uint64) if hlo.is_value(count) else hlo.scalar(count, torch.uint64)
         key = hlo.bitcast_convert(random_bits(key, [2], torch.uint64, word), torch.int64)
     return key
 

@@ -1,4 +1,5 @@
-"""Sums, products, extremes, their positions, variance and norms. An empty ``dim`` means all axes; 16-bit floats accumulate in float32."""
+"""Sums, products, extremes, their positions, variance and norms. An empty ``dim`` means all axes; 16-bit floats
+accumulate in float32."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def all_(ctx: LoweringContext, x: Value, dim: Any = None, keepdim: bool = False)
 
 
 def arg_reduce(x: Value, at: int, greatest: bool) -> tuple[Value, Value]:
-    """(extreme value, its first position as i32) along one axis. A NaN wins over every number, the first NaN over later ones."""
+    """(extreme value, its first position as i32) along one axis. A NaN wins over every number, the first NaN over
+    later ones."""
     positions = hlo.iota(hlo.shape(x), at)
     kind = hlo.dtype(x)
     inits = [hlo.scalar(hlo.lowest(kind) if greatest else hlo.highest(kind), kind), hlo.scalar(2**31 - 1, torch.int32)]
@@ -191,7 +193,9 @@ def std(ctx: LoweringContext, x: Value, dim: Any = None, *, correction: Any = No
 
 
 @lowers(aten.var_mean.correction)
-def var_mean(ctx: LoweringContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Value, Value]:
+def var_mean(
+    ctx: LoweringContext, x: Value, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Value, Value]:
     spread, average = _moments(ctx, x, dim, correction)
     return _finish(ctx.outs[0], spread), _finish(ctx.outs[1], average)
 

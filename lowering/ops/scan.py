@@ -45,7 +45,8 @@ def cummin(ctx: LoweringContext, x: Value, dim: int) -> tuple[Value, Value]:
 
 
 def _running_extreme(x: Value, dim: int, combiner: str) -> tuple[Value, Value]:
-    """(running extreme, where it last stood). An element that equals the extreme so far holds the position from there on."""
+    """(running extreme, where it last stood). An element that equals the extreme so far holds the position from there
+    on."""
     if not hlo.rank(x):
         return x, hlo.full(0, torch.int64, ())
     at = axis(dim, hlo.rank(x))

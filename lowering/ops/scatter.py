@@ -1,4 +1,5 @@
-"""scatter, scatter_add and scatter_reduce: every element of ``index`` names the place of one element of ``src`` on one axis."""
+"""scatter, scatter_add and scatter_reduce: every element of ``index`` names the place of one element of ``src`` on one
+axis."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ _COMBINERS = {
 
 
 def scatter_along(x: Value, dim: int, index: Value, src: Any, combine: Combine) -> Value:
-    """``x[i, index[i, j, …], …] = combine(…, src[i, j, …])``. ``index`` may be smaller than ``x`` on the other axes, and than ``src``."""
+    """``x[i, index[i, j, …], …] = combine(…, src[i, j, …])``. ``index`` may be smaller than ``x`` on the other axes,
+    and than ``src``."""
     if not hlo.numel(index):
         return x
     shape = hlo.shape(x)
@@ -120,7 +122,7 @@ def _bool_combiner(combine: str, kind: torch.dtype) -> str:
 def _average(total: Value, hits: Value) -> Value:
     count = hlo.convert(stablehlo.maximum(hits, hlo.full_like(hits, 1)), hlo.dtype(total))
     if dtypes.is_integer(hlo.dtype(total)):
-        return floor_quotient(total, count, hlo.dtype(total))
+        return floor_quotient(total, count, lambda x: x)
     return stablehlo.divide(total, count)
 
 

@@ -22,7 +22,8 @@ SMALL_SEARCH = 128
 
 
 def search(boundaries: Value, values: Value, right: bool) -> Value:
-    """How many of the sorted ``boundaries`` [batch…, n] stand before each of ``values`` [batch…, m], as i32; all do for a NaN."""
+    """How many of the sorted ``boundaries`` [batch…, n] stand before each of ``values`` [batch…, m], as i32; all do
+    for a NaN."""
     direction = "GT" if right else "GE"
     n = hlo.shape(boundaries)[-1]
     if n <= SMALL_SEARCH:
@@ -144,7 +145,8 @@ def _edges(low: Value, high: Value, bins: int) -> Value:
 
 
 def _bin_of(x: Value, low: Value, high: Value, bins: int, position: Value) -> Value:
-    """``position`` (i32) of each element of 1-dim ``x``, the last edge drawn in, and ``bins`` for what is outside the edges or NaN."""
+    """``position`` (i32) of each element of 1-dim ``x``, the last edge drawn in, and ``bins`` for what is outside the
+    edges or NaN."""
     position = stablehlo.minimum(position, hlo.full_like(position, bins - 1))
     inside = stablehlo.and_(
         hlo.compare(x, hlo.broadcast(low, hlo.shape(x)), "GE"), hlo.compare(x, hlo.broadcast(high, hlo.shape(x)), "LE")

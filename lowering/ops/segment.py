@@ -105,7 +105,8 @@ def _total(x: Value, segment: Value, shape: Any, at: int) -> Value:
 
 
 def _extreme_share(mine: Value, data: Value, extreme: Value, segment: Value, shape: Any, at: int) -> Value:
-    """The gradient goes to every element that equals the extreme (or is NaN); torch shares it out only where it is positive."""
+    """The gradient goes to every element that equals the extreme (or is NaN); torch shares it out only where it is
+    positive."""
     hit = stablehlo.or_(hlo.compare(data, extreme, "EQ"), hlo.is_nan(data))
     ties = _total(hlo.convert(hit, hlo.dtype(mine)), segment, shape, at)
     positive = hlo.compare(mine, hlo.full_like(mine, 0), "GT")
@@ -113,7 +114,8 @@ def _extreme_share(mine: Value, data: Value, extreme: Value, segment: Value, sha
 
 
 def _others_product(data: Value, output: Value, segment: Value, at: int, initial: Any) -> Value:
-    """For each element, the product of the others of its segment (and of ``initial``), right with zeros and NaN among them."""
+    """For each element, the product of the others of its segment (and of ``initial``), right with zeros and NaN among
+    them."""
     kind, shape = hlo.dtype(data), hlo.shape(output)
     zero, nan = hlo.compare(data, hlo.full_like(data, 0), "EQ"), hlo.is_nan(data)
     special = stablehlo.or_(zero, nan)

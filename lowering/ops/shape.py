@@ -1,4 +1,5 @@
-"""Views, permutations, joins and splits. A view is a new value here: AOTAutograd has already turned writes through views into copies."""
+"""Views, permutations, joins and splits. A view is a new value here: AOTAutograd has already turned writes through
+views into copies."""
 
 from __future__ import annotations
 
@@ -22,13 +23,24 @@ def axis(dim: int, rank: int) -> int:
     return dim % max(rank, 1)
 
 
-@lowers(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_copy.default, aten.view_copy.default)
+@lowers(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten._reshape_copy.default,
+    aten.view_copy.default,
+)
 def view(ctx: LoweringContext, x: Value, *_: Any, **__: Any) -> Value:
     return hlo.reshape(x, ctx.out.shape)
 
 
 @lowers(
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.squeeze_copy.dim, aten.unsqueeze_copy.default
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.squeeze_copy.dim,
+    aten.unsqueeze_copy.default,
 )
 def squeeze(ctx: LoweringContext, x: Value, *_: Any) -> Value:
     return hlo.reshape(x, ctx.out.shape)
@@ -68,9 +80,9 @@ def slice_(
     step: int = 1,
 ) -> Value:
     at = axis(dim, hlo.rank(x))
-    if isinstance(start, Value):
+    if hlo.is_value(start):
         return _slice_from(x, at, start, ctx.out.shape[at], step)
-    if isinstance(end, Value):
+    if hlo.is_value(end):
         start = clamp_range(start, None, hlo.shape(x)[at])[0]
         return hlo.slice_axis(x, at, start, start + (ctx.out.shape[at] - 1) * step + 1, step)
     low, high = clamp_range(start, end, hlo.shape(x)[at])
@@ -106,7 +118,7 @@ def narrow_copy(ctx: LoweringContext, x: Value, dim: int, start: int, length: in
 @lowers(aten.select.int, aten.select_copy.int)
 def select(ctx: LoweringContext, x: Value, dim: int, index: int | Value) -> Value:
     at = axis(dim, hlo.rank(x))
-    if isinstance(index, Value):
+    if hlo.is_value(index):
         return hlo.reshape(_slice_from(x, at, index, 1), ctx.out.shape)
     index %= hlo.shape(x)[at]
     return hlo.reshape(hlo.slice_axis(x, at, index, index + 1), ctx.out.shape)
@@ -148,7 +160,13 @@ def unbind(ctx: LoweringContext, x: Value, dim: int = 0) -> list[Value]:
     return [hlo.squeeze(piece, [at]) for piece in _pieces(x, at, [1] * hlo.shape(x)[at])]
 
 
-@lowers(aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.alias_copy.default)
+@lowers(
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.alias_copy.default,
+)
 def alias(ctx: LoweringContext, x: Value) -> Value:
     return x
 
@@ -292,7 +310,13 @@ def diagonal_scatter(
 
 @lowers(aten.slice_scatter.default)
 def slice_scatter(
-    ctx: LoweringContext, x: Value, src: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ctx: LoweringContext,
+    x: Value,
+    src: Value,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Value:
     at = axis(dim, hlo.rank(x))
     size = hlo.shape(x)[at]
@@ -310,7 +334,10 @@ def slice_scatter(
     positions = hlo.iota([size], 0)
     offset = stablehlo.subtract(positions, hlo.full_like(positions, low))
     inside = stablehlo.and_(
-        stablehlo.and_(hlo.compare(offset, hlo.full_like(offset, 0), "GE"), hlo.compare(positions, hlo.full_like(positions, last), "LT")),
+        stablehlo.and_(
+            hlo.compare(offset, hlo.full_like(offset, 0), "GE"),
+            hlo.compare(positions, hlo.full_like(positions, last), "LT"),
+        ),
         hlo.compare(stablehlo.remainder(offset, hlo.full_like(offset, step)), hlo.full_like(offset, 0), "EQ"),
     )
     mask = hlo.broadcast_in_dim(inside, hlo.shape(x), [at])

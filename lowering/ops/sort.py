@@ -1,4 +1,5 @@
-"""Sorting and picking by rank. NaN counts as the greatest number, as torch has it: last if ascending, first if descending."""
+"""Sorting and picking by rank. NaN counts as the greatest number, as torch has it: last if ascending, first if
+descending."""
 
 from __future__ import annotations
 
@@ -29,9 +30,7 @@ def before(a: Value, b: Value, descending: bool = False) -> Value:
     return stablehlo.or_(less, stablehlo.and_(hlo.is_nan(b), stablehlo.not_(hlo.is_nan(a))))
 
 
-def sort_with_positions(
-    x: Value, at: int, descending: bool = False, stable: bool = True
-) -> tuple[Value, Value]:
+def sort_with_positions(x: Value, at: int, descending: bool = False, stable: bool = True) -> tuple[Value, Value]:
     """(sorted values, their former positions as i32)."""
     positions = hlo.iota(hlo.shape(x), at)
     values, order = hlo.sort([x, positions], at, lambda a, b, *_: before(a, b, descending), stable)
@@ -100,7 +99,8 @@ def kthvalue(ctx: LoweringContext, x: Value, k: int, dim: int = -1, keepdim: boo
 
 
 def _median(x: Value, at: int, ignore_nan: bool) -> tuple[Value, Value]:
-    """(lower median, its position), the axis kept as size 1. A NaN is the median, unless ignored; the first one, then."""
+    """(lower median, its position), the axis kept as size 1. A NaN is the median, unless ignored; the first one,
+    then."""
     values, order = sort_with_positions(x, at)
     n = hlo.shape(x)[at]
     sizes = [1 if i == at else s for i, s in enumerate(hlo.shape(x))]
@@ -115,9 +115,7 @@ def _median(x: Value, at: int, ignore_nan: bool) -> tuple[Value, Value]:
 def _median_rank(count: Value, n: int, ignore_nan: bool) -> Value:
     """The place of the median among sorted values of which ``count`` are numbers and the rest, at the end, NaN."""
     if not ignore_nan:
-        return hlo.select(
-            hlo.compare(count, hlo.full_like(count, n), "EQ"), hlo.full_like(count, (n - 1) // 2), count
-        )
+        return hlo.select(hlo.compare(count, hlo.full_like(count, n), "EQ"), hlo.full_like(count, (n - 1) // 2), count)
     last = stablehlo.maximum(stablehlo.subtract(count, hlo.full_like(count, 1)), hlo.full_like(count, 0))
     return stablehlo.divide(last, hlo.full_like(count, 2))
 

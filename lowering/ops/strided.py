@@ -36,7 +36,8 @@ class Pattern:
 
 
 def memory(x: Value, layout: Layout) -> tuple[Value, bool] | None:
-    """(``x`` as it lies in memory, flat, from its first element to its last; whether without gaps). None if strides overlap."""
+    """(``x`` as it lies in memory, flat, from its first element to its last; whether without gaps). None if strides
+    overlap."""
     axes = sorted(range(hlo.rank(x)), key=lambda i: (layout.stride[i], layout.shape[i]), reverse=True)
     repeated = [i for i in axes if layout.stride[i] == 0]
     axes = [i for i in axes if layout.stride[i] and layout.shape[i] != 1]
@@ -59,7 +60,8 @@ def memory(x: Value, layout: Layout) -> tuple[Value, bool] | None:
 
 
 def take_pattern(flat: Value, pattern: Pattern) -> Value:
-    """The elements of a flat value at the pattern's positions: one slice if they are consecutive, else a gather of rows."""
+    """The elements of a flat value at the pattern's positions: one slice if they are consecutive, else a gather of
+    rows."""
     size, stride = list(pattern.size), list(pattern.stride)
     if 0 in size:
         return hlo.full(0, hlo.dtype(flat), size)
@@ -91,7 +93,8 @@ def _positions(size: Sequence[int], stride: Sequence[int], offset: int, limit: i
 
 
 def _fits(pattern: Pattern, layout: Layout, dense: bool, extent: int) -> bool:
-    """Whether every position holds an element of the tensor. Gaps are looked up one by one: strides that make them are rare."""
+    """Whether every position holds an element of the tensor. Gaps are looked up one by one: strides that make them are
+    rare."""
     if 0 in pattern.size:
         return True
     if pattern.offset < 0 or pattern.last >= extent:

@@ -32,7 +32,7 @@ def test_a_transposed_buffer_is_made_row_major(plan):
 
 @pytest.mark.parametrize("wrong", [torch.ones(4, 8, dtype=torch.int32), torch.ones(8, 4), torch.ones(32)])
 def test_another_dtype_or_shape_of_the_same_size_is_refused(plan, wrong):
-    with pytest.raises(tpu_compile.BadCall, match="compiled for torch.float32"):
+    with pytest.raises(tpu_compile.BadCall, match=r"compiled for torch\.float32"):
         plan([wrong])
 
 
