@@ -6,6 +6,7 @@ kept and told at the first use: an exception here would break ``import torch`` i
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ class Autoload:
     def __init__(self) -> None:
         self.reason = "torch has not asked for it: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         self.enabled = False
-        self._library: Any = None
+        self._libraries: Any = None
 
     def __call__(self) -> None:
         """The entry point. Never raises."""
@@ -65,12 +66,17 @@ class Autoload:
         import torch
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-        from tpu_compile.device import hooks, module
+        from tpu_compile.device import hooks, module, saving
 
         _setup_privateuseone_for_python_backend(NAME, module, hooks.Hooks(), hooks.Guard())
         sys.modules["torch.tpu"] = module
-        self._library = torch.library.Library("_", "IMPL")
-        self._library.fallback(first_use, "PrivateUse1")
+        with contextlib.suppress(OSError, AttributeError):  # another platform, or names that have changed
+            hooks.avoid_null_allocator()
+        saving.register()
+        self._libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        self._libraries[0].fallback(first_use, "PrivateUse1")
+        self._libraries[1].impl("_pin_memory", unpinned, "CPU")
+        torch.set_autocast_dtype(NAME, torch.bfloat16)
         self.enabled, self.reason = True, ""
 
 
@@ -79,6 +85,12 @@ def _owner() -> str:
 
     name: str = torch._C._get_privateuse1_backend_name()
     return name
+
+
+def unpinned(t: Any, device: Any = None) -> Any:
+    """``tensor.pin_memory()``: torch asks the accelerator for pinned memory, and this one has none. The tensor itself
+    is as good, so that ``DataLoader(pin_memory=True)`` goes on working."""
+    return t
 
 
 def first_use(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpu_compile.device import contents
+from tpu_compile.device import contents, memory
 from tpu_compile.device.storage import Cell, Signature
 
 Tensor = torch.Tensor
@@ -143,6 +143,7 @@ class Template:
         if isinstance(a, (list, tuple)):
             return [self._leaf(item, lift) for item in a]
         if isinstance(a, torch.device):
+            memory.check_index(a)
             return torch.device("cpu") if a.type == "tpu" else a
         return None if isinstance(a, torch.Generator) else a
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,12 +26,16 @@ def contents(cell: Cell) -> Any:
         layout = cell.layout
         flat = _reinterpreted(buffer.data, layout.dtype)
         buffer = cell.buffer = device.client.put(flat.view(layout.dims))
+    elif type(buffer) is not device.array:
+        assert device.runner is not None, "a Deferred outlived its mode"
+        device.runner.flush()
+        buffer = cell.buffer
     return buffer
 
 
 def ready(cell: Cell) -> bool:
-    """Whether the cell holds a buffer of its layout already."""
-    return type(cell.buffer) is device.array
+    """Whether the cell holds a buffer of its layout already, or will."""
+    return cell.buffer is not None and type(cell.buffer) is not HostBytes
 
 
 def seen_as(cell: Cell, t: torch.Tensor) -> Layout:
@@ -73,14 +79,19 @@ def download(buffer: Any) -> torch.Tensor:
     return fetched
 
 
+def host_bytes(cell: Cell) -> torch.Tensor:
+    """All of a cell as flat bytes on the CPU. They may be the device's own memory: not to be written."""
+    kept = cell.buffer
+    flat = kept.data if type(kept) is HostBytes else download(contents(cell)).reshape(-1)
+    return _reinterpreted(flat, torch.uint8)
+
+
 def on_host(t: torch.Tensor, cell: Cell) -> torch.Tensor:
     """The elements of ``t``, by way of its whole cell: for tensors that show most of it, and any dtype of it.
 
     The result may share the device's memory: it must not be written.
     """
-    kept = cell.buffer
-    flat = kept.data if type(kept) is HostBytes else download(contents(cell)).reshape(-1)
-    return _reinterpreted(flat, t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+    return _reinterpreted(host_bytes(cell), t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def _reinterpreted(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -129,3 +140,47 @@ def widened(cell: Cell, layout: Layout) -> Any:
     from tpu_compile.device.programs import widening
 
     return widening(cell.layout, layout)(contents(cell))
+
+
+def copied(cell: Cell) -> Any:
+    """A new storage (its Python object) with a copy of a cell's contents."""
+    from tpu_compile.device.programs import duplicate
+
+    if ready(cell):
+        fresh = Cell(cell.layout, duplicate(contents(cell), cell.layout))
+    else:
+        kept = cell.buffer
+        fresh = Cell(cell.layout, HostBytes(kept.data.clone()) if type(kept) is HostBytes else kept)
+    return storage.maker((cell.nbytes,), (1,), torch.uint8).around(fresh).untyped_storage()
+
+
+def release(cell: Cell, nbytes: int) -> None:
+    """Forget the contents and count ``nbytes`` for the cell from now on; nothing happens if that is what it has."""
+    if nbytes != cell.nbytes:
+        cell.buffer = None
+        cell.grow(nbytes)
+        cell.layout = layout_of((nbytes,), torch.uint8)
+
+
+def from_bytes(data: torch.Tensor) -> Any:
+    """A new storage (its Python object) with a copy of bytes on the CPU, which move to the device when used."""
+    nbytes = data.numel()
+    cell = Cell(layout_of((nbytes,), torch.uint8), HostBytes(data.clone()))
+    return storage.maker((nbytes,), (1,), torch.uint8).around(cell).untyped_storage()
+
+
+def refill(cell: Cell, data: torch.Tensor) -> None:
+    """Replace the contents by bytes on the CPU, which move to the device when they are used."""
+    cell.buffer = HostBytes(data)
+
+
+def living(most: int = 8) -> str:
+    """What the device holds: a line for each kind of buffer, the largest first, for errors about memory."""
+    cells = [cell for cell in gc.get_objects() if type(cell) is Cell and ready(cell)]
+    sizes: Counter[Layout] = Counter()
+    for cell in cells:
+        sizes[cell.layout] += cell.nbytes
+    lines = [
+        f"  {total:,} bytes in {total // max(layout.nbytes, 1)} x {layout}" for layout, total in sizes.most_common(most)
+    ]
+    return "\n".join([f"{len(cells)} buffers of {sum(sizes.values()):,} bytes were alive on the tpu device:", *lines])

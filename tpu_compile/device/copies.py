@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tpu_compile.device import contents, memory
-from tpu_compile.device.storage import Cell, cell_of
+from tpu_compile.device.storage import Cell, HostBytes, cell_of
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -36,6 +36,9 @@ def _from_host(dst: Tensor, cell: Cell, src: Tensor, generic: Any) -> None:
     source = src.detach().to(dst.dtype).expand(dst.shape)
     if order is None or dst.is_conj() or dst.is_neg():
         generic(dst, contents.to_device(source))
+        return
+    if dst.dtype == torch.uint8 and cell.layout.dtype != torch.uint8:
+        cell.buffer = HostBytes(source.clone().reshape(-1))  # bytes of a storage: they get a dtype when they are used
         return
     layout = contents.storage.storage_layout(tuple(dst.shape), tuple(dst.stride()), dst.dtype)
     cell.buffer, cell.layout = contents.upload(source, order), layout

@@ -20,6 +20,7 @@ from tpu_compile.device.tracing import isolated
 from tpu_compile.errors import Gap, TpuCompileWarning, UnsupportedOp
 from tpu_compile.stats import count
 
+_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _told: set[str] = set()
 _OURS = (str(Path(torch.__file__).parent), str(Path(tpu_compile.__file__).parent))
 
@@ -87,9 +88,9 @@ def _gap(schema: Schema, reason: Exception | None) -> Gap:
 
 
 def _tell(schema: Schema, reason: Exception | None) -> None:
-    """Warn once for each op."""
+    """Warn once for each op, but not where no rule could help: the values alone tell the result's shape."""
     name = str(schema.op)
-    if name not in _told:
+    if name not in _told and not _DATA_DEPENDENT & set(schema.op.tags):
         _told.add(name)
         warnings.warn(
             f"{name} runs on the CPU and its results are copied back:\n  - {_gap(schema, reason)}\n"

@@ -34,6 +34,12 @@ class DeviceGenerator(torch.Generator):
         self._draws += count
         return torch.tensor([first, word], dtype=torch.uint64)
 
+    def follows(self, seed: torch.Tensor, draws: int) -> bool:
+        """Whether the next draw is the one after ``draws`` draws from ``seed``."""
+        first, second = self._key()
+        known, begun = seed.tolist()
+        return first == known and (second + self._draws) & _MASK == (begun + draws) & _MASK
+
     def _key(self) -> tuple[int, int]:
         if self._words is None:
             source = torch.Generator()
@@ -79,8 +85,9 @@ def words(source: torch.Generator) -> tuple[int, int]:
     return drawn[0], drawn[1]
 
 
-def seed_from(source: Any, count: int) -> torch.Tensor:
-    """The seed (uint64[2]) of a program with ``count`` draws, from any generator that an op was given."""
-    if isinstance(source, DeviceGenerator):
-        return source.draw(count)
-    return torch.tensor(words(source), dtype=torch.uint64)
+def seed_from(given: Any, own: DeviceGenerator, count: int) -> torch.Tensor:
+    """The seed (uint64[2]) of a program with ``count`` draws, from the generator that an op was given, if any. torch
+    hands a generator over in a new Python object each time."""
+    if given is None or given._cdata == own._cdata:
+        return own.draw(count)
+    return torch.tensor(words(given), dtype=torch.uint64)

@@ -70,8 +70,11 @@ class Kernel:
             return self.first(found, exact, call, args, kwargs)
         if found is _ON_CPU or call.mixed:
             return fallback.run(schema, args, kwargs)
-        if schema.outs and outs.resize(schema, args, kwargs):
-            return self.call(*args, **kwargs)
+        try:
+            if schema.outs and outs.resize(schema, args, kwargs):
+                return self.call(*args, **kwargs)
+        except tracing.NotTraced as error:
+            return fallback.run(schema, args, kwargs, error.reason)
         made = self.make(call, args, kwargs, constant=table is not self.plans)
         if isinstance(made, Exception):
             result = fallback.run(schema, args, kwargs, made)

@@ -59,14 +59,20 @@ def check(device: Any, layout: Any, pin_memory: bool | None) -> None:
     Raises:
         RuntimeError: another index than 0, a sparse layout, pinned memory.
     """
-    if device is not None and (device.index or 0) != 0:
-        raise RuntimeError(
-            f"The process has one tpu device, tpu:0; {device} does not exist. Start one process for each device."
-        )
+    if device is not None:
+        check_index(device)
     if layout not in (None, torch.strided):
         raise RuntimeError(f"The tpu device has dense tensors only, not {layout}: make it on the CPU.")
     if pin_memory:
         raise RuntimeError("Only dense CPU tensors can be pinned.")
+
+
+def check_index(device: torch.device) -> None:
+    """Refuse another device of our type than the first."""
+    if device.type == "tpu" and (device.index or 0) != 0:
+        raise RuntimeError(
+            f"The process has one tpu device, tpu:0; {device} does not exist. Start one process for each device."
+        )
 
 
 # ---- views: only sizes, strides and the storage's pointer are touched, which the CPU's kernels do

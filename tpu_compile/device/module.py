@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tpu_compile.config import config
 from tpu_compile.device.meter import meter as _meter
 from tpu_compile.device.state import device as _state
 
@@ -59,6 +60,8 @@ __all__ = [
 
 _Device = torch.device | str | int | None
 default_generator = _state.generator
+_initialized = True
+"""Activation checkpointing saves the random state of devices that say so."""
 
 
 def is_available() -> bool:
@@ -376,27 +379,26 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 def get_mode() -> str:
     """``strict``, ``debug`` or ``defer``."""
-    from tpu_compile.device import modes
-
-    return modes.current()
+    return _state.mode or config.eager_mode
 
 
-def set_mode(mode: str) -> None:
+def set_mode(mode: str, *, nans: bool = False) -> None:
     """How eager ops run from now on; see ``mode``."""
     from tpu_compile.device import modes
 
-    modes.choose(mode)
+    modes.choose(mode, nans)
 
 
 @contextlib.contextmanager
-def mode(name: str) -> Iterator[None]:
+def mode(name: str, *, nans: bool = False) -> Iterator[None]:
     """``with torch.tpu.mode("defer"):``
 
-    ``strict``: each op runs at once, without waiting for it. ``debug``: each is waited for, indices are checked, and
-    what fails is raised at its line. ``defer``: ops are recorded, and run as one program when something is read.
+    ``strict``: each op runs at once, without waiting for it. ``debug``: each is waited for, indices are checked (with
+    ``nans`` results too), and what fails is raised at its line. ``defer``: ops are noted down, and run as one program
+    when something is read.
     """
     before = get_mode()
-    set_mode(name)
+    set_mode(name, nans=nans)
     try:
         yield
     finally:

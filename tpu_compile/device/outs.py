@@ -11,11 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from tpu_compile.device.schemas import Schema
-from tpu_compile.device.tracing import isolated, quiet
+from tpu_compile.device.tracing import NotTraced, isolated, quiet
 
 
 def resize(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Give the ``out=`` tensors of a call the shapes that FakeTensor says; tells whether any changed."""
+    """Give the ``out=`` tensors of a call the shapes that FakeTensor says; tells whether any changed.
+
+    Raises:
+        NotTraced: FakeTensor refuses the call.
+    """
     given = [(name, out) for name in schema.outs for out in _tensors(schema.argument(name, args, kwargs))]
     wanted = isolated(lambda: _shapes(schema, args, kwargs))
     if wanted is None:
@@ -36,7 +40,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _shapes(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, ...]] | None:
-    """The shapes of the results; None where FakeTensor cannot tell, or refuses the call."""
+    """The shapes of the results; None where FakeTensor cannot tell."""
     with FakeTensorMode(), quiet():
 
         def fake(value: Any) -> Any:
@@ -50,8 +54,10 @@ def _shapes(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list
         faked = {k: tree_map(empty if k in schema.outs else fake, v) for k, v in kwargs.items()}
         try:
             schema.op(*tree_map(fake, tuple(args)), **faked)
-        except Exception:  # the op itself runs next, and says what is wrong
+        except NotImplementedError:  # no meta function: only the op itself knows
             return None
+        except Exception as error:
+            raise NotTraced(error) from error
         return [tuple(t.shape) for name in schema.outs for t in _tensors(faked[name])]
 
 

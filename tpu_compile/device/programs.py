@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -15,96 +16,112 @@ from tpu_compile.device.generator import seed_from
 from tpu_compile.device.numbers import Numbers
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
-from tpu_compile.device.storage import Cell, Layout, TensorMaker, layout_of, maker
+from tpu_compile.device.storage import Layout, TensorMaker, maker
 from tpu_compile.device.tracing import Fresh, Given, Source, Traced, isolated
-from tpu_compile.lowering.program import Program, TensorSpec
+from tpu_compile.errors import OutOfMemory
+from tpu_compile.lowering.program import Program, dense_order, row_major
 from tpu_compile.stats import counters
 
 _KEPT_CONSTANTS = 4096
 
 
 class Plan:
-    """What a call with a certain key does. ``run`` takes any call with that key."""
+    """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
+
+    The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
+    """
 
     __slots__ = (
-        "_build",
         "_cells",
-        "_check",
+        "_checks",
         "_constants",
-        "_draws",
         "_execute",
-        "_layouts",
+        "_order",
         "_takes",
-        "_writes",
+        "build",
         "name",
+        "program",
+        "serial",
+        "traced",
+        "writes",
     )
+    _made = itertools.count()
 
     def __init__(self, name: str, traced: Traced) -> None:
-        self.name = name
-        program = lower_graph(traced.graph, name, donate=True)
+        """Lower the graph.
+
+        Raises:
+            UnsupportedOp, UnsupportedDtype: no rule for part of it.
+        """
+        self.name, self.traced, self.serial = name, traced, next(self._made)
+        self.program = lower_graph(traced.graph, name, donate=True)
+        self.build = _builder(traced.tree)
+        self.writes = tuple((cell, traced.new + i) for i, cell in enumerate(traced.written))
+        self._execute: Any = None
+
+    def compile(self) -> None:
+        """Compile the program, or load it."""
+        program = self.program
         compiled = runtime.executable(program, options_in_force())
-        self._execute = compiled.executable.execute
-        sources = [traced.sources[position] for position in program.arguments]
+        sources = [self.traced.sources[position] for position in program.arguments]
         only_cells = all(isinstance(s, Source) and s.kind == "cell" for s in sources)
-        self._cells = tuple(s.place for s in sources) if only_cells else None
-        self._takes = tuple(_taker(s) for s in sources)
+        self._cells = tuple(s.place for s in sources if isinstance(s, Source)) if only_cells else None
+        self._takes = tuple(taker(s) for s in sources)
         self._constants = tuple(compiled.client.put(t) for t in program.constants)
-        self._draws = traced.draws if program.random else 0
-        results = _results(program, traced)
-        self._writes = tuple((cell, results[traced.new + i]) for i, cell in enumerate(traced.written))
-        self._layouts = tuple(_buffer_layout(program.outputs[index]) for _, index in self._writes)
-        self._build = _builder(traced.tree, program, results)
-        self._check = program.checks
+        self._order = output_order(program)
+        self._checks = program.checks
+        self._execute = compiled.executable.execute
 
     def run(self, call: Call, schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one call, as the mode in force does; returns what the op returns."""
+        if device.runner is not None:
+            return device.runner.run(self, call, schema, args, kwargs)
+        return self.execute(call, schema, args, kwargs)
+
+    def execute(self, call: Call, schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the program on one call; returns what the op returns."""
+        if self._execute is None:
+            self.compile()
         cells = call.cells
         if self._cells is not None:
-            array = device.array
-            buffers = [
-                b if (b := cells[i].buffer).__class__ is array else contents.contents(cells[i]) for i in self._cells
-            ]
+            array, ready = device.array, contents.contents
+            buffers = [b if (b := cells[i].buffer).__class__ is array else ready(cells[i]) for i in self._cells]
         else:
             buffers = [take(call) for take in self._takes]
         if self._constants:
             buffers.extend(self._constants)
-        if self._draws:
-            seed = (
-                device.generator.draw(self._draws) if call.generator is None else seed_from(call.generator, self._draws)
-            )
-            buffers.append(device.client.put(seed))
-        outputs = self._execute(buffers)
+        draws = self.traced.draws
+        if draws:
+            buffers.append(device.client.put(seed_from(call.generator, device.generator, draws)))
+        try:
+            outputs = self._execute(buffers)
+        except OutOfMemory as error:
+            error.add_note(contents.living())
+            raise
         counters["executions"] += 1
-        if self._check or device.synchronous:
-            self._wait(outputs)
-        for (cell, index), layout in zip(self._writes, self._layouts, strict=True):
+        if self._checks:
+            device.client.ready(outputs)
+            for check in self._checks:
+                check.function(contents.download(outputs[check.result]))
+        if self._order is not None:
+            outputs = [outputs[i] for i in self._order]
+        for cell, index in self.writes:
             cells[cell].buffer = outputs[index]
-            cells[cell].layout = layout
-        return self._build(outputs, schema, args, kwargs)
-
-    def _wait(self, outputs: list[Any]) -> None:
-        device.client.ready(outputs)
-        for check in self._check:
-            check.function(contents.download(outputs[check.result]))
+        return self.build(outputs, schema, args, kwargs)
 
 
-def _results(program: Program, traced: Traced) -> list[int]:
-    """For each output of the graph, the program's result that holds it."""
+def output_order(program: Program) -> list[int] | None:
+    """For each output of the graph, the program's result that holds it; None if that is its own place."""
     mutated = dict(program.mutated)
     indices = [r.index if r.index is not None else mutated[r.argument] for r in program.results]  # type: ignore[index]
     assert len(set(indices)) == len(indices), f"{program.name}: two results of one buffer"
-    return indices
-
-
-def _buffer_layout(spec: TensorSpec) -> Layout:
-    order = spec.order if spec.stride else None
-    return layout_of(tuple(spec.shape[i] for i in order) if order else spec.shape, spec.dtype)
+    return None if indices == list(range(len(indices))) else indices
 
 
 # ---- inputs
 
 
-def _taker(source: Source | Numbers) -> Callable[[Call], Any]:
+def taker(source: Source | Numbers) -> Callable[[Call], Any]:
     """Where an input's buffer comes from at each call."""
     if isinstance(source, Numbers):
         return _numbers(source)
@@ -149,25 +166,24 @@ constant = _Constants()
 Build = Callable[[list[Any], Schema, Sequence[Any], dict[str, Any]], Any]
 
 
-def _builder(tree: Any, program: Program, results: Sequence[int]) -> Build:
-    """How the program's results become what the op returns."""
+def _builder(tree: Any) -> Build:
+    """How a program's outputs become what the op returns."""
     if isinstance(tree, Given):
         name = tree.name
         return lambda outputs, schema, args, kwargs: schema.argument(name, args, kwargs)
     if isinstance(tree, Fresh):
-        make, index = _maker(tree, program, results)
-        return lambda outputs, schema, args, kwargs: make(outputs[index])
+        make, place = _maker(tree), tree.place
+        return lambda outputs, schema, args, kwargs: make(outputs[place])
     if isinstance(tree, (tuple, list)):
-        parts, kind = [_builder(item, program, results) for item in tree], type(tree)
+        parts, kind = [_builder(item) for item in tree], type(tree)
         return lambda outputs, *call: kind([part(outputs, *call) for part in parts])
     return lambda outputs, schema, args, kwargs: tree
 
 
-def _maker(fresh: Fresh, program: Program, results: Sequence[int]) -> tuple[TensorMaker, int]:
-    index = results[fresh.place]
-    spec = program.outputs[index]
-    stride = fresh.stride if spec.order is not None else TensorSpec.contiguous(fresh.shape, fresh.dtype).stride
-    return maker(fresh.shape, stride, fresh.dtype), index
+def _maker(fresh: Fresh) -> TensorMaker:
+    """Tensors of a result's type. Strides that no dense memory has become row-major, as the program lays them out."""
+    dense = dense_order(fresh.shape, fresh.stride) is not None
+    return maker(fresh.shape, fresh.stride if dense else row_major(fresh.shape), fresh.dtype)
 
 
 # ---- programs that no op asks for
@@ -221,8 +237,3 @@ def _one_argument(body: Callable[[torch.Tensor], torch.Tensor], source: Layout) 
     with FakeTensorMode():
         fake = torch.empty(source.dims, dtype=source.dtype)
         return make_fx(lambda x: [body(x)])(fake)
-
-
-def cells_of(tensors: Sequence[torch.Tensor]) -> list[Cell]:
-    """The cells of `tpu` tensors."""
-    return [t.untyped_storage()._tpu_cell for t in tensors]  # type: ignore[attr-defined]

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tpu_compile.device import attention, copies, memory, norms
+from tpu_compile.config import config
+from tpu_compile.device import attention, copies, fakes, memory, modes, norms
+from tpu_compile.device.autocasting import Autocast
 from tpu_compile.device.kernels import Kernel
 from tpu_compile.device.schemas import is_view
+from tpu_compile.device.state import device
 
 _KEY = "PrivateUse1"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -21,6 +24,8 @@ _LEFT_TO_TORCH = frozenset(
         "new_empty",
         "new_empty_strided",
         "empty_permuted",
+        "allclose",
+        "resize_as_",
         "lift",
         "lift_fresh",
         "detach",
@@ -65,11 +70,16 @@ class Registration:
 
     def __init__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
+        self._autocast = Autocast()
         self.kernels: dict[str, Callable[..., Any]] = {}
         self._lock = threading.RLock()
 
     def register(self) -> None:
         """Register a kernel for every aten overload that reaches a backend."""
+        if not device.mode:
+            modes.choose(config.eager_mode)
+        self._autocast.register()
+        fakes.register()
         for name, op in _overloads():
             function = self._kernel(name, op)
             if function is not None:
@@ -90,8 +100,10 @@ class Registration:
             return OWN[name]
         if _has_kernel(op.name(), "CompositeImplicitAutograd") or op._schema.name[6:] in _LEFT_TO_TORCH:
             return None
+        composite = _has_kernel(op.name(), "CompositeExplicitAutograd")
+        if composite and "generator" in op._schema.overload_name:  # over empty and the in-place op, which draws
+            return None
         if is_view(op) or torch.Tag.inplace_view in op.tags:
-            composite = _has_kernel(op.name(), "CompositeExplicitAutograd")
             return memory.view_kernel(op) if _has_kernel(op.name(), "CPU") and not composite else None
         function = Kernel(op).function()
         if name in AROUND:

@@ -105,8 +105,8 @@ class ResidentPlan:
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program on one call's arguments; returns the graph's outputs."""
-        if device.pending is not None:
-            device.pending.flush()
+        if device.runner is not None:
+            device.runner.flush()
         buffers = [take(arguments[position]) for position, take in self._importers]
         if self._donated:
             self._separate(buffers)

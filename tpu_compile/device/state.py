@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from tpu_compile.device.generator import DeviceGenerator
 
 
+class Runner(Protocol):
+    """How a mode runs eager ops."""
+
+    def run(self, plan: Any, call: Any, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run one call of a plan; returns what the op returns."""
+
+    def flush(self) -> None:
+        """Run what was put off."""
+
+
 class DeviceState:
     """What every part of the device shares. There is one: ``device``.
 
-    ``array`` is the type of its buffers. ``pending`` is the recorder of the ``defer`` mode, None in the other modes;
-    ``synchronous`` says that every op is waited for.
+    ``array`` is the type of its buffers. ``runner`` runs the plans of eager ops, None in the ``strict`` mode, where they
+    run by themselves; ``synchronous`` says that every op is waited for.
     """
 
-    __slots__ = ("_client", "array", "generator", "mode", "pending", "synchronous")
+    __slots__ = ("_client", "array", "generator", "mode", "runner", "synchronous")
 
     def __init__(self) -> None:
         self._client: Any = None
         self.array: Any = None
         self.generator = DeviceGenerator()
-        self.mode = "strict"
-        self.pending: Any = None
+        self.mode = ""
+        self.runner: Runner | None = None
         self.synchronous = False
 
     @property

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from tpu_compile.device.meter import meter
+from tpu_compile.device.untyped import TpuStorage
 from tpu_compile.errors import UnsupportedDtype
 from tpu_compile.lowering import memory
-from tpu_compile.lowering.memory import BOX, MERGED, PLACES, WHOLE
+from tpu_compile.lowering.memory import BOX, FLAT, MERGED, PLACES, WHOLE
 from tpu_compile.lowering.program import dense_order, row_major
 
 Dims = tuple[int, ...]
@@ -49,7 +50,7 @@ class Layout:
         key = (size, stride, offset)
         known = self.windows.get(key)
         if known is None:
-            mode, start = _place(self.numel, size, stride, offset)
+            mode, start = _place(self, size, stride, offset)
             signature = self.signatures.get((mode, size, stride))
             if signature is None:
                 signature = self.signatures[mode, size, stride] = Signature(self, mode, size, stride)
@@ -85,14 +86,14 @@ class Window:
     start: tuple[int, ...] | None
 
 
-def _place(numel: int, size: Dims, stride: Dims, offset: int) -> tuple[str, tuple[int, ...] | None]:
+def _place(layout: Layout, size: Dims, stride: Dims, offset: int) -> tuple[str, tuple[int, ...] | None]:
     count = math.prod(size)
     if not count:
         return WHOLE, None
-    if not offset and count == numel and dense_order(size, stride) is not None:
+    if not offset and count == layout.numel and dense_order(size, stride) is not None:
         return WHOLE, None
-    for mode in (BOX, MERGED):
-        grid = memory.grid(numel, size, stride, merge=mode == MERGED)
+    for mode in (BOX, FLAT, MERGED):
+        grid = memory.grid(layout.dims, size, stride, mode)
         start = grid and grid.start(offset)
         if start:
             return mode, start
@@ -221,8 +222,9 @@ class TensorMaker:
         _addresses.next = address + self._step
         self._data.value = address
         tensor: torch.Tensor = _from_dlpack(_new_capsule(self._address, b"dltensor", None))
-        storage = tensor.untyped_storage()
-        storage._tpu_cell = cell  # type: ignore[attr-defined]
+        storage: Any = tensor.untyped_storage()
+        storage.__class__ = TpuStorage
+        storage._tpu_cell = cell
         return tensor
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tpu_compile.device import numbers
 from tpu_compile.device.calls import Call, HostUse, NumberUse, Template, TensorUse
+from tpu_compile.device.fakes import TraceMode
 from tpu_compile.device.schemas import Schema
 from tpu_compile.lowering.decompositions import decompositions
 from tpu_compile.lowering.foreach import IN_PLACE
@@ -165,7 +165,7 @@ class _Trace:
             raise RuntimeError(_OVERLAP)
 
     def run(self) -> Traced:
-        mode = FakeTensorMode()
+        mode = TraceMode()
         with mode, torch._C._DisableAutocast(), quiet():
             inputs, sources = self._inputs()
             table = decompositions()
@@ -271,7 +271,7 @@ class _Trace:
             size, stride, mode = signature.size, signature.stride, signature.mode
             if mode == WHOLE:
                 order = dense_order(size, stride)
-                after[use.cell] = value.permute(order).reshape(signature.layout.dims)
+                after[use.cell] = value.permute(order).reshape(signature.layout.dims).contiguous()
             else:
                 base = after.get(use.cell, inputs[use.cell])
                 after[use.cell] = write_window(base, value, self._start_of(use, inputs), size, stride, mode)

@@ -14,8 +14,8 @@ def synchronize() -> None:
     Raises:
         DeviceError: the program that makes one of them failed.
     """
-    if device.pending is not None:
-        device.pending.flush()
+    if device.runner is not None:
+        device.runner.flush()
     client = device.client
     cells = [cell for cell in gc.get_objects() if type(cell) is Cell]
     client.ready([cell.buffer for cell in cells if type(cell.buffer) is device.array])

@@ -1,0 +1,125 @@
+"""Several traced calls as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from tpu_compile.device.programs import Plan
+from tpu_compile.lowering.random import rng_key
+
+aten = torch.ops.aten
+
+
+class Wire(NamedTuple):
+    """Where an input comes from: output ``place`` of step ``step``, or, for step -1, buffer ``place`` from outside."""
+
+    step: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A graph over ``externals``: its inputs, as places among the buffers from outside."""
+
+    graph: GraphModule
+    name: str
+    externals: tuple[int, ...]
+
+
+def fuse(
+    plans: Sequence[Plan],
+    wires: Sequence[Sequence[Wire]],
+    live: Sequence[tuple[int, int]],
+    replaced: Sequence[tuple[int, int]],
+) -> Fused:
+    """One graph of several plans.
+
+    Args:
+        wires: where each plan's program inputs come from.
+        live: the outputs that somebody needs, as (step, place): the graph's results, in this order.
+        replaced: (external, result) where a result takes an external's place, and may take its memory.
+    """
+    graph = Graph()
+    attributes: dict[str, Any] = {}
+    externals: dict[int, Node] = _placeholders(graph, plans, wires)
+    made: dict[tuple[int, int], Node] = {}
+    drawn = 0
+    for step, (plan, inputs) in enumerate(zip(plans, wires, strict=True)):
+        given = [externals[w.place] if w.step < 0 else made[w.step, w.place] for w in inputs]
+        outputs = _inline(graph, attributes, plan, dict(zip(plan.program.arguments, given, strict=True)), drawn)
+        made.update({(step, place): node for place, node in enumerate(outputs)})
+        drawn += plan.traced.draws
+    results = [made[where] for where in live]
+    for external, place in replaced:
+        if external in externals and results[place] is not externals[external]:
+            results[place] = _copied(graph, externals[external], results[place])
+    graph.output(_distinct(graph, results))
+    module = GraphModule(attributes, graph)
+    names = dict.fromkeys(plan.name for plan in plans)
+    return Fused(module, f"fused_{len(plans)}_{next(iter(names))}", tuple(externals))
+
+
+def _placeholders(graph: Graph, plans: Sequence[Plan], wires: Sequence[Sequence[Wire]]) -> dict[int, Node]:
+    """A placeholder for each external, in the order of their numbers."""
+    specs: dict[int, Any] = {}
+    for plan, inputs in zip(plans, wires, strict=True):
+        placeholders = [n for n in plan.traced.graph.graph.nodes if n.op == "placeholder"]
+        for position, wire in zip(plan.program.arguments, inputs, strict=True):
+            if wire.step < 0:
+                specs.setdefault(wire.place, placeholders[position].meta["val"])
+    nodes = {}
+    for place in sorted(specs):
+        nodes[place] = graph.placeholder(f"external_{place}")
+        nodes[place].meta["val"] = specs[place]
+    return nodes
+
+
+def _inline(graph: Graph, attributes: dict[str, Any], plan: Plan, inputs: dict[int, Node], drawn: int) -> list[Node]:
+    """Copy a plan's nodes; returns those of its outputs. Its writes are values like any other here."""
+    environment: dict[Node, Any] = {}
+    position = 0
+    for node in plan.traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = inputs.get(position)
+            position += 1
+        elif node.op == "output":
+            return [environment[item] for item in node.args[0]]
+        elif node.target is aten.copy_.default:
+            environment[node] = environment[node.args[1]]
+        elif node.op == "get_attr":
+            environment[node] = _attribute(graph, attributes, plan, node)
+        else:
+            copy = environment[node] = graph.node_copy(node, environment.__getitem__)
+            if node.target is rng_key:
+                copy.args = (node.args[0] + drawn,)
+    raise AssertionError("a graph without output")
+
+
+def _attribute(graph: Graph, attributes: dict[str, Any], plan: Plan, node: Node) -> Node:
+    name = f"{node.target}_{len(attributes)}".replace(".", "_")
+    attributes[name] = getattr(plan.traced.graph, str(node.target))
+    copy = graph.get_attr(name)
+    copy.meta = dict(node.meta)
+    return copy
+
+
+def _copied(graph: Graph, target: Node, value: Node) -> Node:
+    copied = graph.call_function(aten.copy_.default, (target, value))
+    copied.meta["val"] = target.meta["val"]
+    return copied
+
+
+def _distinct(graph: Graph, results: Sequence[Node]) -> list[Node]:
+    """No result is an input as it is: a buffer belongs to one cell."""
+    return [_clone(graph, node) if node.op == "placeholder" else node for node in results]
+
+
+def _clone(graph: Graph, node: Node) -> Node:
+    clone = graph.call_function(aten.clone.default, (node,))
+    clone.meta["val"] = node.meta["val"]
+    return clone
