@@ -115,6 +115,13 @@ KNOBS: dict[str, Knob] = {
             600.0,
             "Seconds to wait for another process that compiles the same program, before compiling it here.",
         ),
+        _knob(
+            "cache_tracing",
+            _bool,
+            False,
+            "Also keep what AOTAutograd makes of a graph, so that a new process traces nothing. Experimental: torch "
+            "pickles these entries, so they stay local.",
+        ),
         _knob("cache_min_compile_seconds", float, 0.0, "Compiles faster than this are not stored."),
         _knob(
             "cache_key",
@@ -150,7 +157,7 @@ KNOBS: dict[str, Knob] = {
             "eager_mode",
             _one_of("strict", "debug", "defer"),
             "strict",
-            "How eager ops on the tpu device run: each at once, each at once and checked, or fused up to the first read.",
+            "How eager ops on the tpu device run: each at once, each at once and checked, or fused until a read.",
         ),
         _knob("autoload", _bool, True, "Make the tpu device known when torch is imported."),
         _knob("explain_cache_misses", _bool, False, "Log which part of the key differs from the nearest stored entry."),

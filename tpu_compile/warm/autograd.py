@@ -57,7 +57,7 @@ def keeper(graph_module: GraphModule, example_inputs: Sequence[Any], name: str, 
     if ahead_of_time():
         return Keeper(name, None, {})
     store = open_store()
-    if store is None or compiler.looked_at():
+    if store is None or not config.cache_tracing or compiler.looked_at():
         return None
     reason = refusal(graph_module, example_inputs)
     if reason:
