@@ -52,7 +52,7 @@ def view_as_complex(ctx: LoweringContext, x: Value) -> Value:
 
 @lowers(aten.view_as_real.default, aten.view_as_real_copy.default)
 def view_as_real(ctx: LoweringContext, x: Value) -> Value:
-    return split_parts(x)
+    return hlo.convert(split_parts(x), ctx.out.dtype)  # float16 of a complex32
 
 
 @elementwise(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default, opmath=False)

@@ -69,6 +69,7 @@ def check(name: str, dtype: torch.dtype, *, grad: bool, samples: int, fullgraph:
     first difference."""
     op = OPS[name]
     compared = 0
+    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for sample in _first(op.sample_inputs("cpu", dtype, requires_grad=grad), samples):
