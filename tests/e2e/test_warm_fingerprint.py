@@ -265,12 +265,13 @@ def test_a_record_holds_the_whole_program() -> None:
 
 def test_our_own_rules_are_ours_and_a_users_is_not() -> None:
     registry.load()
-    assert sources.foreign_rules() == frozenset()
+    before = sources.foreign_rules()  # of tests that gave an operator a rule
+    assert not any(name.startswith(("aten.", "prims.", "tpu_compile.")) for name in before)
     library = torch.library.Library("warm_test", "DEF")
     library.define("double(Tensor x) -> Tensor")
     registry.register(torch.ops.warm_test.double.default, lambda ctx, x: x)
     try:
-        assert sources.foreign_rules() == {"warm_test.double.default"}
+        assert sources.foreign_rules() == {*before, "warm_test.double.default"}
     finally:
         del registry._rules[torch.ops.warm_test.double.default]
         library._destroy()
