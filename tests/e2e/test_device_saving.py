@@ -33,6 +33,7 @@ def model() -> torch.nn.Module:
         ({"tpu:0": "cpu"}, "cpu"),
         (lambda storage, _: storage, "cpu"),
     ],
+    ids=["none", "cpu", "tpu", "tpu_0", "device", "mapping", "function"],  # a function's own name has an address in it
     ids=str,
 )
 def test_a_state_dict_comes_back(model, location, device):
