@@ -29,7 +29,6 @@ class Plan:
     """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
 
     The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
-    ``recipe`` has a pair for each input: the place of a cell, or a function of the call.
     """
 
     __slots__ = (
@@ -42,7 +41,6 @@ class Plan:
         "build",
         "name",
         "program",
-        "recipe",
         "serial",
         "traced",
         "writes",
@@ -58,7 +56,6 @@ class Plan:
         self.name, self.traced, self.serial = name, traced, next(self._made)
         self.program = lower_graph(traced.graph, name, donate=True)
         self.build = _builder(traced.tree)
-        self.recipe = tuple(_recipe(traced.sources[position]) for position in self.program.arguments)
         self.writes = tuple((cell, traced.new + i) for i, cell in enumerate(traced.written))
         self._execute: Any = None
 
@@ -66,9 +63,10 @@ class Plan:
         """Compile the program, or load it."""
         program = self.program
         compiled = runtime.executable(program, options_in_force())
-        only_cells = all(take is None for _, take in self.recipe)
-        self._cells = tuple(place for place, _ in self.recipe) if only_cells else None
-        self._takes = tuple(take or _cell_taker(place) for place, take in self.recipe)
+        sources = [self.traced.sources[position] for position in program.arguments]
+        only_cells = all(isinstance(s, Source) and s.kind == "cell" for s in sources)
+        self._cells = tuple(s.place for s in sources if isinstance(s, Source)) if only_cells else None
+        self._takes = tuple(taker(s) for s in sources)
         self._constants = tuple(compiled.client.put(t) for t in program.constants)
         self._order = output_order(program)
         self._checks = program.checks
@@ -123,26 +121,19 @@ def output_order(program: Program) -> list[int] | None:
 # ---- inputs
 
 
-Take = Callable[[Call], Any]
-
-
-def _recipe(source: Source | Numbers) -> tuple[int, Take | None]:
-    """Where an input's buffer comes from at each call: the cell at a place, or what a function takes from the call."""
+def taker(source: Source | Numbers) -> Callable[[Call], Any]:
+    """Where an input's buffer comes from at each call."""
     if isinstance(source, Numbers):
-        return 0, _numbers(source)
+        return _numbers(source)
     place = source.place
     if source.kind == "cell":
-        return place, None
+        return lambda call: contents.contents(call.cells[place])
     if source.kind == "start":
-        return 0, lambda call: constant(call.starts[place], torch.int32)
-    return 0, lambda call: constant(call.hosts[place].item(), call.hosts[place].dtype)
+        return lambda call: constant(call.starts[place], torch.int32)
+    return lambda call: constant(call.hosts[place].item(), call.hosts[place].dtype)
 
 
-def _cell_taker(place: int) -> Take:
-    return lambda call: contents.contents(call.cells[place])
-
-
-def _numbers(source: Numbers) -> Take:
+def _numbers(source: Numbers) -> Callable[[Call], Any]:
     places, dtype = source.places, source.dtype
     if len(places) == 1:
         (place,) = places

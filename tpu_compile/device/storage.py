@@ -34,11 +34,11 @@ class Layout:
     ``windows`` remembers what tensors have shown of such a buffer: looking one up is most of an op's bookkeeping.
     """
 
-    __slots__ = ("complex", "dims", "dtype", "nbytes", "numel", "signatures", "windows")
+    __slots__ = ("dims", "dtype", "nbytes", "numel", "signatures", "windows")
 
     def __init__(self, dims: Dims, dtype: torch.dtype) -> None:
         self.dims, self.dtype, self.numel = dims, dtype, math.prod(dims)
-        self.nbytes, self.complex = self.numel * dtype.itemsize, dtype.is_complex
+        self.nbytes = self.numel * dtype.itemsize
         self.windows: dict[Any, Window] = {}
         self.signatures: dict[Any, Signature] = {}
 
