@@ -163,7 +163,7 @@ def test_one_device_a_process():
 # ---- what nothing lowers
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # torch keeps handles of operators: a second definition would meet the first one's
 def library() -> Iterator[torch.library.Library]:
     """A library with operators that have a CPU kernel only."""
     with torch.library._scoped_library("test_device", "DEF") as made:
