@@ -12,6 +12,7 @@ from torch._decomp import _core_aten_decompositions_post_autograd, get_decomposi
 
 from tpu_compile.lowering.determinants import DETERMINANTS
 from tpu_compile.lowering.foreach import list_decompositions
+from tpu_compile.lowering.recurrent import RECURRENT
 from tpu_compile.lowering.registry import registry
 
 aten = torch.ops.aten
@@ -34,6 +35,7 @@ def _without(ruled: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
         **get_decompositions(ALSO_DECOMPOSED),
         **DETERMINANTS,
         **list_decompositions(),
+        **RECURRENT,
     }
     always = {overload for packet in ALSO_DECOMPOSED for overload in _overloads(packet)}
     for op in ruled - always:

@@ -30,12 +30,12 @@ read_window = torch.ops.tpu_compile.read_window.default
 write_window = torch.ops.tpu_compile.write_window.default
 
 
-@torch.library.register_fake("tpu_compile::read_window", lib=_library)
+@torch.library.register_fake("tpu_compile::read_window", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_read(base: Any, start: Any, size: Any, stride: Any, mode: str) -> Any:
     return torch.empty_strided(size, stride, dtype=base.dtype, device=base.device)
 
 
-@torch.library.register_fake("tpu_compile::write_window", lib=_library)
+@torch.library.register_fake("tpu_compile::write_window", lib=_library)  # type: ignore[untyped-decorator]
 def _fake_write(base: Any, value: Any, start: Any, size: Any, stride: Any, mode: str) -> Any:
     return torch.empty_like(base)
 

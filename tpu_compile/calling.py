@@ -154,7 +154,7 @@ class CallPlan:
             check.function(tensors[check.result])
         for position, result in self.program.mutated:
             arguments[position].detach().copy_(tensors[result])
-        results = [
+        results: list[Any] = [
             tensors[index] if index is not None else arguments[argument] if argument is not None else value
             for index, argument, value in self._results
         ]

@@ -168,6 +168,18 @@ def _try_device() -> str:
     return f"{client.device_kind}: a small program is right, in {took:.1f} s"
 
 
+def torch_device() -> Iterator[Finding]:
+    """Whether torch knows the device "tpu", or why not."""
+    import torch  # noqa: F401 -- which loads it
+
+    from tpu_compile.device.autoload import load
+
+    if load.enabled:
+        yield Finding("device 'tpu'", "ok", "known to torch from its import on (TPU_COMPILE_AUTOLOAD=0 switches it off)")
+    else:
+        yield Finding("device 'tpu'", "note", f"torch does not know it: {load.reason}")
+
+
 def cache() -> Iterator[Finding]:
     """Where the cache is, whether it can be used, and what it holds."""
     from tpu_compile.cache import CacheStore
@@ -200,4 +212,4 @@ def settings() -> Iterator[Finding]:
             yield Finding(name, "note", environment(name))
 
 
-LOOKS = (versions, rivals, backends, device, cache, settings)
+LOOKS = (versions, rivals, backends, device, torch_device, cache, settings)

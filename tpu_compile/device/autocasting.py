@@ -9,7 +9,8 @@ import torch
 from torch._ops import OpOverload
 
 _KEY = "AutocastPrivateUse1"
-_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_DISPATCH_KEY: Any = torch._C._parse_dispatch_key(_KEY)
+_EXCLUDED = torch._C.DispatchKeySet(_DISPATCH_KEY)
 
 LOWER = """
 _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu addmm

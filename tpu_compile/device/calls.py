@@ -38,54 +38,64 @@ class Call:
         self.generator: Any = None
         self.mixed = False
 
-    def take(self, a: Any, lift: bool) -> None:
-        """Add one argument. With ``lift`` a number is data of the program, not a part of the key."""
-        kind = a.__class__
-        if kind is Tensor or isinstance(a, Tensor):
-            self.tensor(a)
-        elif kind is float or kind is int:
+    def take(self, values: Sequence[Any], lift: bool = False) -> None:
+        """Add arguments. With ``lift`` their numbers are data of the program, not a part of the key.
+
+        This runs for every tensor of every op: one loop, and nothing looked up twice.
+        """
+        parts, places, cells, starts = self.parts, self.places, self.cells, self.starts
+        parameter = torch.nn.Parameter
+        for a in values:
+            kind = a.__class__
+            if kind is not Tensor and kind is not parameter and not isinstance(a, Tensor):
+                self.other(a, kind, lift)
+                continue
+            try:
+                cell = a.untyped_storage()._tpu_cell
+            except AttributeError:
+                self.host(a)
+                continue
+            layout = cell.layout
+            if a.dtype is not layout.dtype:
+                layout = self.retyped(a, cell)
+            window = layout.windows.get((a.shape, a.stride(), a.storage_offset()))
+            if window is None:
+                window = layout.window(tuple(a.shape), tuple(a.stride()), a.storage_offset())
+            identity = id(cell)
+            if identity in places:
+                place = places[identity]
+            else:
+                place = places[identity] = len(cells)
+                cells.append(cell)
+            parts.append(window.signature)
+            parts.append(place)
+            starts.append(window.start)
+            if a.is_neg() or (layout.complex and a.is_conj()):
+                parts.append((a.is_conj(), a.is_neg()))
+
+    def other(self, a: Any, kind: type, lift: bool) -> None:
+        """Add an argument that is no tensor."""
+        parts = self.parts
+        if kind is float or kind is int:
             if lift:
-                self.parts.append(kind)
+                parts.append(kind)
                 self.numbers.append(a)
             else:
-                self.parts.append((kind, a if a else str(a)))  # 0.0 and -0.0 are equal, and not the same
+                parts.append((kind, a if a else str(a)))  # 0.0 and -0.0 are equal, and not the same
         elif kind is list or kind is tuple:
-            self.parts.append(len(a))
-            for item in a:
-                self.take(item, lift)
-        elif kind is torch.Generator or isinstance(a, torch.Generator):
-            self.parts.append(torch.Generator)
+            parts.append(len(a))
+            self.take(a, lift)
+        elif isinstance(a, torch.Generator):
+            parts.append(torch.Generator)
             self.generator = a
-        elif kind is complex:
-            self.parts.append(repr(a))
         else:
-            self.parts.append(a)
-
-    def tensor(self, a: Tensor) -> None:
-        cell = getattr(a.untyped_storage(), "_tpu_cell", None)
-        if cell is None:
-            return self.host(a)
-        layout = cell.layout
-        if a.dtype is not layout.dtype:
-            layout = self.retyped(a, cell)
-        window = layout.windows.get((a.shape, a.stride(), a.storage_offset()))
-        if window is None:
-            window = layout.window(tuple(a.shape), tuple(a.stride()), a.storage_offset())
-        places = self.places
-        place = places.get(id(cell))
-        if place is None:
-            place = places[id(cell)] = len(self.cells)
-            self.cells.append(cell)
-        self.parts += (window.signature, place)
-        self.starts.append(window.start)
-        if a.is_neg() or a.is_conj():
-            self.parts.append((a.is_conj(), a.is_neg()))
-        return None
+            parts.append(repr(a) if kind is complex else a)
 
     def retyped(self, a: Tensor, cell: Cell) -> Any:
         """The cell in the dtype of ``a``. One that this call uses in two dtypes goes to the CPU."""
         if id(cell) in self.places:
             self.mixed = True
+            self.parts.append(object())  # no plan fits: what stands in the key is not what the tensor shows
             return cell.layout
         return contents.seen_as(cell, a)
 

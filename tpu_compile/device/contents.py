@@ -12,7 +12,7 @@ import torch
 from tpu_compile.device import storage
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell, Dims, HostBytes, Layout, layout_of
-from tpu_compile.errors import UnsupportedDtype
+from tpu_compile.errors import DeviceError, UnsupportedDtype
 from tpu_compile.lowering.program import dense_order, row_major
 
 
@@ -27,10 +27,21 @@ def contents(cell: Cell) -> Any:
         flat = _reinterpreted(buffer.data, layout.dtype)
         buffer = cell.buffer = device.client.put(flat.view(layout.dims))
     elif type(buffer) is not device.array:
-        assert device.runner is not None, "a Deferred outlived its mode"
-        device.runner.flush()
-        buffer = cell.buffer
+        buffer = cell.buffer = _settled(buffer)
     return buffer
+
+
+def _settled(deferred: Any) -> Any:
+    """The buffer of a Deferred: it is waited for.
+
+    Raises:
+        DeviceError: the program that was to compute it has failed.
+    """
+    if deferred.buffer is None and device.runner is not None:
+        device.runner.flush()
+    if deferred.buffer is None:
+        raise DeviceError("The deferred program that was to compute this tensor has failed.", "FAILED_PRECONDITION")
+    return deferred.buffer
 
 
 def ready(cell: Cell) -> bool:

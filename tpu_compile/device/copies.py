@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tpu_compile.device import contents, memory
-from tpu_compile.device.storage import Cell, HostBytes, cell_of
+from tpu_compile.device.storage import Cell, HostBytes, cell_of, storage_layout
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -19,7 +19,7 @@ def copy_(generic: Any) -> Any:
     def copy(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
         to, source = cell_of(dst), cell_of(src)
         if to is not None and source is not None:
-            return dst if dst is src else generic(dst, src)  # type: ignore[no-any-return]
+            return dst if dst is src else generic(dst, src)
         if to is not None:
             _from_host(dst, to, src, generic)
         else:
@@ -40,7 +40,7 @@ def _from_host(dst: Tensor, cell: Cell, src: Tensor, generic: Any) -> None:
     if dst.dtype == torch.uint8 and cell.layout.dtype != torch.uint8:
         cell.buffer = HostBytes(source.clone().reshape(-1))  # bytes of a storage: they get a dtype when they are used
         return
-    layout = contents.storage.storage_layout(tuple(dst.shape), tuple(dst.stride()), dst.dtype)
+    layout = storage_layout(tuple(dst.shape), tuple(dst.stride()), dst.dtype)
     cell.buffer, cell.layout = contents.upload(source, order), layout
 
 

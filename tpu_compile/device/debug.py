@@ -49,7 +49,7 @@ class Debugger:
                 _check_indices(schema, args, kwargs)
             clean = self.nans and not any(map(_has_nan, _floats((args, kwargs))))
             result = plan.execute(call, schema, args, kwargs)
-            device.client.ready([cell.buffer for cell in _cells((args, kwargs, result))])
+            device.client.ready([contents.contents(cell) for cell in _cells((args, kwargs, result))])
         except (DeviceError, IndexError, RuntimeError) as error:
             error.add_note(_place(schema))
             raise

@@ -7,17 +7,21 @@ executable.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from tpu_compile.compiler import lower_graph, options_in_force, runtime
+from tpu_compile.device import contents
+from tpu_compile.device.background import background
 from tpu_compile.device.calls import Call
 from tpu_compile.device.fusing import Fused, Wire, fuse
-from tpu_compile.device.programs import Plan, output_order, taker
+from tpu_compile.device.programs import Plan, output_order
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
@@ -29,12 +33,14 @@ _LEAST_PERIOD = 16
 
 
 class Deferred:
-    """Contents that no program has computed yet: output ``place`` of the op at ``step``, counted from the start."""
+    """Contents that may not be computed yet: output ``place`` of a step. ``step`` is None once that has been submitted,
+    and ``buffer`` is there when it has run."""
 
-    __slots__ = ("__weakref__", "cell", "place", "step")
+    __slots__ = ("__weakref__", "buffer", "cell", "place", "step")
 
-    def __init__(self, step: int, place: int) -> None:
-        self.step, self.place = step, place
+    def __init__(self, step: Step, place: int) -> None:
+        self.step: Step | None = step
+        self.place, self.buffer = place, None
         self.cell: weakref.ref[Cell] | None = None
 
     def wanted(self) -> Cell | None:
@@ -43,14 +49,16 @@ class Deferred:
         return cell if cell is not None and cell.buffer is self else None
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class Step:
-    """One op: its plan, where its inputs come from (a Deferred, or a buffer), what it makes, and what it overwrites."""
+    """One op: its plan, its inputs (Deferreds and buffers), what it makes, and what it overwrites (before, after).
+    ``number`` counts the steps of the sequence that it runs in."""
 
     plan: Plan
-    inputs: list[Any]
-    outputs: list[Deferred]
-    overwrites: list[tuple[Any, Deferred]]
+    number: int
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Deferred] = field(default_factory=list)
+    overwrites: list[tuple[Any, Deferred]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -63,58 +71,60 @@ class Compiled:
     constants: tuple[Any, ...]
 
 
+_known: dict[Any, Compiled] = {}
+"""The sequences of this process that were compiled; leaving the mode forgets none."""
+
+
 class Recorder:
-    """What was asked for and has not run. ``first`` counts the steps that ran before."""
+    """What was asked for and has not run. A sequence ends where another thread goes on: autograd runs a backward pass
+    in one of its own, and the forward pass may run meanwhile."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.first = 0
+        self._thread = 0
         self._seed: torch.Tensor | None = None
         self._draws = 0
-        self._compiled: dict[Any, Compiled] = {}
         self._period: tuple[int, ...] = ()
 
     # ---- noting down
 
     def run(self, plan: Plan, call: Call, schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Note one call down; returns what the op returns, on cells that are not computed yet."""
-        if plan.program.checks or call.generator is not None:
-            return self._at_once(plan, call, schema, args, kwargs)
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._submit(len(self.steps))
+            self._thread = thread
+        if plan.program.checks or call.generator is not None:  # it must be looked at, or draws from somebody else
+            self.flush()
+            return plan.execute(call, schema, args, kwargs)
         if plan.traced.draws:
             self._draw(plan.traced.draws)
-        inputs = [self._input(plan.traced.sources[p], call) for p in plan.program.arguments]
-        step = self.first + len(self.steps)
-        outputs = [Deferred(step, place) for place in range(plan.traced.new + len(plan.writes))]
-        overwrites = []
+        cells, step = call.cells, Step(plan, len(self.steps))
+        step.inputs = [self._held(cells[place]) if take is None else take(call) for place, take in plan.recipe]
+        outputs = step.outputs = [Deferred(step, place) for place in range(plan.traced.new + len(plan.writes))]
         for cell, place in plan.writes:
-            target = call.cells[cell]
-            overwrites.append((target.buffer, outputs[place]))
-            target.buffer, outputs[place].cell = outputs[place], weakref.ref(target)
+            target, deferred = cells[cell], outputs[place]
+            step.overwrites.append((target.buffer, deferred))
+            target.buffer, deferred.cell = deferred, weakref.ref(target)
         result = plan.build(outputs, schema, args, kwargs)
-        _hold(result)
-        self.steps.append(Step(plan, inputs, outputs, overwrites))
-        self._cut()
+        if plan.traced.new:
+            _hold(result)
+        self.steps.append(step)
+        if len(self.steps) == len(self._period) or len(self.steps) >= MOST_OPS:
+            self._cut()
         return result
 
-    def _at_once(self, plan: Plan, call: Call, schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What must look at its results, or draws from somebody else's generator, is not deferred."""
-        self.flush()
-        return plan.execute(call, schema, args, kwargs)
-
-    def _input(self, source: Any, call: Call) -> Any:
-        if getattr(source, "kind", None) == "cell":
-            buffer = call.cells[source.place].buffer
-            if type(buffer) is Deferred:
-                return buffer
-        return taker(source)(call)
+    def _held(self, cell: Cell) -> Any:
+        buffer = cell.buffer
+        return buffer if buffer.__class__ is Deferred or buffer.__class__ is device.array else contents.contents(cell)
 
     def _draw(self, count: int) -> None:
         """One seed serves a whole sequence as long as nobody else draws or seeds in between."""
         generator = device.generator
-        if self._draws and not generator.follows(self._seed, self._draws):
+        if self._seed is not None and not generator.follows(self._seed, self._draws):
             self.flush()
         seed = generator.draw(count)
-        if not self._draws:
+        if self._seed is None:
             self._seed = seed
         self._draws += count
 
@@ -122,120 +132,144 @@ class Recorder:
 
     def _cut(self) -> None:
         """Run a loop's period as soon as it is complete; look for one when much has gathered."""
-        steps, period = self.steps, self._period
-        if period and len(steps) == len(period) and all(s.plan.serial == p for s, p in zip(steps, period, strict=True)):
-            self.flush()
-        elif len(steps) >= MOST_OPS:
-            before, self._period = _period([s.plan.serial for s in steps])
+        serials = [step.plan.serial for step in self.steps]
+        if tuple(serials) == self._period:
+            self._submit(len(serials))
+        elif len(serials) >= MOST_OPS:
+            before, self._period = _period(serials)
             size = len(self._period)
             if not size:
-                self.flush()
+                self._submit(len(serials))
                 return
-            self._run(before)
+            self._submit(before)
             while len(self.steps) >= size and tuple(s.plan.serial for s in self.steps[:size]) == self._period:
-                self._run(size)
+                self._submit(size)
 
     # ---- running
 
     def flush(self) -> None:
-        """Run everything that was noted down."""
-        self._run(len(self.steps))
+        """Run everything that was noted down, and wait for it.
 
-    def _run(self, count: int) -> None:
-        """Run the first ``count`` steps as one program."""
+        Raises:
+            DeviceError: a program failed, now or since the last time.
+        """
+        self._submit(len(self.steps))
+        background.drain()
+
+    def _submit(self, count: int) -> None:
+        """Let the first ``count`` steps run as one program, in the background."""
         if not count:
             return
         steps, self.steps = self.steps[:count], self.steps[count:]
-        start, self.first = self.first, self.first + count
-        later = {id(i): i for s in self.steps for i in s.inputs if type(i) is Deferred and i.step < self.first}
-        held = [(d, d.wanted()) for s in steps for d in s.outputs]
-        live = [(d, cell) for d, cell in held if cell is not None or id(d) in later]
-        wires, externals, replaced = _wiring(steps, start, live)
-        key = (tuple(s.plan.serial for s in steps), wires, tuple((d.step - start, d.place) for d, _ in live), replaced)
-        compiled = self._compiled.get(key)
+        mine = {id(step) for step in steps}
+        later = {id(i) for s in self.steps for i in s.inputs if i.__class__ is Deferred and id(i.step) in mine}
+        live = [d for s in steps for d in s.outputs if d.wanted() is not None or id(d) in later]
+        wires, externals, known = _wiring(steps)
+        places = tuple([(d.step.number, d.place) for d in live if d.step is not None])
+        replaced = _replaced(steps, known, live)
+        key = (tuple([s.plan.serial for s in steps]), wires, places, replaced)
+        compiled = _known.get(key)
         if compiled is None:
-            fused = fuse([s.plan for s in steps], wires, [(d.step - start, d.place) for d, _ in live], replaced)
-            compiled = self._compiled[key] = _compile(fused)
-        outputs = self._execute(compiled, externals, sum(s.plan.traced.draws for s in steps))
-        computed = {}
-        for (deferred, cell), buffer in zip(live, outputs, strict=True):
-            computed[id(deferred)] = buffer
-            if cell is not None:
-                cell.buffer = buffer
+            compiled = _known[key] = _compile(fuse([s.plan for s in steps], wires, places, replaced))
+        seed = self._seed_of(sum([s.plan.traced.draws for s in steps]))
+        for step in steps:
+            for deferred in step.outputs:
+                deferred.step = None
         for step in self.steps:
-            step.inputs = [computed.get(id(i), i) if type(i) is Deferred else i for i in step.inputs]
-            step.overwrites = [(computed.get(id(b), b), d) for b, d in step.overwrites]
+            step.number -= count
+        background.submit(partial(_job, compiled, externals, seed, live))
 
-    def _execute(self, compiled: Compiled, externals: list[Any], draws: int) -> list[Any]:
-        buffers = [externals[i] for i in compiled.fused.externals]
-        buffers.extend(compiled.constants)
-        if draws:
-            assert self._seed is not None
-            buffers.append(device.client.put(self._seed))
-            first, second = self._seed.tolist()
-            self._draws -= draws
-            self._seed = torch.tensor([first, (second + draws) % 2**64], dtype=torch.uint64)
-        outputs = compiled.execute(buffers)
-        counters["executions"] += 1
-        return outputs if compiled.order is None else [outputs[i] for i in compiled.order]
+    def _seed_of(self, draws: int) -> Any:
+        """The seed for that many of the draws that were noted down, as a buffer; None for no draws."""
+        if not draws:
+            return None
+        assert self._seed is not None
+        seed = device.client.put(self._seed)
+        first, second = self._seed.tolist()
+        self._draws -= draws
+        again = torch.tensor([first, (second + draws) % 2**64], dtype=torch.uint64)
+        self._seed = again if self._draws else None
+        return seed
+
+
+def _job(compiled: Compiled, externals: list[Any], seed: Any, live: list[Deferred]) -> None:
+    """Run a sequence and make its results known."""
+    buffers = [_computed(externals[i]) for i in compiled.fused.externals]
+    externals.clear()  # what is donated must not be held here
+    buffers.extend(compiled.constants)
+    if seed is not None:
+        buffers.append(seed)
+    outputs = compiled.execute(buffers)
+    counters["executions"] += 1
+    if compiled.order is not None:
+        outputs = [outputs[i] for i in compiled.order]
+    for deferred, buffer in zip(live, outputs, strict=True):
+        deferred.buffer = buffer
+
+
+def _computed(source: Any) -> Any:
+    return source.buffer if source.__class__ is Deferred else source
 
 
 def _hold(result: Any) -> None:
     """Tell the Deferreds in new tensors which cells they are in."""
     if isinstance(result, torch.Tensor):
         cell = result.untyped_storage()._tpu_cell  # type: ignore[attr-defined]
-        if type(cell.buffer) is Deferred and cell.buffer.cell is None:
-            cell.buffer.cell = weakref.ref(cell)
+        deferred = cell.buffer
+        if deferred.__class__ is Deferred and deferred.cell is None:
+            deferred.cell = weakref.ref(cell)
     elif isinstance(result, (tuple, list)):
         for item in result:
             _hold(item)
 
 
-def _wiring(steps: Sequence[Step], start: int, live: Sequence[Any]) -> tuple[Any, list[Any], tuple[Any, ...]]:
-    """Where each step's inputs come from, as a hashable; the buffers from outside; and which of those are replaced by
-    an output, so that they may be donated: (external, place among the outputs)."""
+def _wiring(steps: Sequence[Step]) -> tuple[tuple[Wire, ...], list[Any], dict[int, int]]:
+    """Where the steps' inputs come from, one after another; the buffers from outside; and their numbers by identity."""
     externals: list[Any] = []
     known: dict[int, int] = {}
+    wires: list[Wire] = []
+    for step in steps:
+        for source in step.inputs:
+            if source.__class__ is Deferred and source.step is not None:
+                wires.append((source.step.number, source.place))
+                continue
+            number = known.get(id(source))
+            if number is None:
+                # What the background has finished may be known as a buffer too; then it is so here, and once only.
+                buffer = source.buffer if source.__class__ is Deferred else source
+                number = known.get(id(buffer), len(externals)) if buffer is not None else len(externals)
+                if number == len(externals):
+                    externals.append(source)
+                known[id(source)] = number
+                if buffer is not None:
+                    known[id(buffer)] = number
+            wires.append(number)
+    return tuple(wires), externals, known
 
-    def external(buffer: Any) -> int:
-        if id(buffer) not in known:
-            known[id(buffer)] = len(externals)
-            externals.append(buffer)
-        return known[id(buffer)]
 
-    wires = tuple(
-        tuple(Wire(i.step - start, i.place) if type(i) is Deferred else Wire(-1, external(i)) for i in step.inputs)
-        for step in steps
-    )
-    return wires, externals, _replaced(steps, known, live)
-
-
-def _replaced(steps: Sequence[Step], known: dict[int, int], live: Sequence[Any]) -> tuple[Any, ...]:
-    """A cell held a buffer when the sequence began, and holds one of its outputs at the end."""
-    before: dict[int, int] = {}
-    places = {id(deferred): i for i, (deferred, cell) in enumerate(live) if cell is not None}
+def _replaced(steps: Sequence[Step], known: dict[int, int], live: Sequence[Deferred]) -> tuple[tuple[int, int], ...]:
+    """(external, place among the outputs) where a cell held a buffer when the sequence began, and holds an output at
+    the end: its memory may be taken over."""
+    origins: dict[int, int] = {}
+    places = {id(deferred): i for i, deferred in enumerate(live)}
     found = []
     for step in steps:
-        for buffer, deferred in step.overwrites:
-            origin = before.get(id(buffer)) if type(buffer) is Deferred else known.get(id(buffer))
+        for before, after in step.overwrites:
+            inside = before.__class__ is Deferred and before.step is not None
+            origin = (origins if inside else known).get(id(before))
             if origin is not None:
-                before[id(deferred)] = origin
-                if id(deferred) in places:
-                    found.append((origin, places[id(deferred)]))
+                origins[id(after)] = origin
+                if id(after) in places and after.wanted() is not None:
+                    found.append((origin, places[id(after)]))
     return tuple(found)
 
 
 def _compile(fused: Fused) -> Compiled:
     program = lower_graph(fused.graph, fused.name, donate=True)
     compiled = runtime.executable(program, options_in_force())
-    kept = _kept(fused, program.arguments)
+    taken = Fused(fused.graph, fused.name, tuple(fused.externals[i] for i in program.arguments))
     constants = tuple(compiled.client.put(t) for t in program.constants)
-    return Compiled(kept, compiled.executable.execute, output_order(program), constants)
-
-
-def _kept(fused: Fused, arguments: Sequence[int]) -> Fused:
-    """``fused`` with the buffers that its program takes, in the program's order."""
-    return Fused(fused.graph, fused.name, tuple(fused.externals[i] for i in arguments))
+    return Compiled(taken, compiled.executable.execute, output_order(program), constants)
 
 
 def _period(serials: list[int]) -> tuple[int, tuple[int, ...]]:

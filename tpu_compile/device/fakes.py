@@ -28,7 +28,7 @@ def grouped_mm(
         return NotImplemented
     grouped_rows, grouped_columns = x.dim() == 2, mat2.dim() == 2
     if grouped_rows and grouped_columns:
-        shape = (offs.size(0), x.size(0), mat2.size(1))
+        shape: tuple[Any, ...] = (offs.size(0), x.size(0), mat2.size(1))
     elif grouped_rows:
         shape = (x.size(0), mat2.size(-1))
     else:

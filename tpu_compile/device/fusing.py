@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -15,11 +15,8 @@ from tpu_compile.lowering.random import rng_key
 aten = torch.ops.aten
 
 
-class Wire(NamedTuple):
-    """Where an input comes from: output ``place`` of step ``step``, or, for step -1, buffer ``place`` from outside."""
-
-    step: int
-    place: int
+Wire = int | tuple[int, int]
+"""Where an input comes from: the number of a buffer from outside, or (step, place) of an output."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +30,25 @@ class Fused:
 
 def fuse(
     plans: Sequence[Plan],
-    wires: Sequence[Sequence[Wire]],
+    wires: Sequence[Wire],
     live: Sequence[tuple[int, int]],
     replaced: Sequence[tuple[int, int]],
 ) -> Fused:
     """One graph of several plans.
 
     Args:
-        wires: where each plan's program inputs come from.
+        wires: where the inputs of the plans' programs come from, one plan after another.
         live: the outputs that somebody needs, as (step, place): the graph's results, in this order.
         replaced: (external, result) where a result takes an external's place, and may take its memory.
     """
     graph = Graph()
     attributes: dict[str, Any] = {}
-    externals: dict[int, Node] = _placeholders(graph, plans, wires)
+    by_plan = list(_by_plan(plans, wires))
+    externals: dict[int, Node] = _placeholders(graph, by_plan)
     made: dict[tuple[int, int], Node] = {}
     drawn = 0
-    for step, (plan, inputs) in enumerate(zip(plans, wires, strict=True)):
-        given = [externals[w.place] if w.step < 0 else made[w.step, w.place] for w in inputs]
+    for step, (plan, inputs) in enumerate(by_plan):
+        given = [externals[w] if isinstance(w, int) else made[w] for w in inputs]
         outputs = _inline(graph, attributes, plan, dict(zip(plan.program.arguments, given, strict=True)), drawn)
         made.update({(step, place): node for place, node in enumerate(outputs)})
         drawn += plan.traced.draws
@@ -64,18 +62,26 @@ def fuse(
     return Fused(module, f"fused_{len(plans)}_{next(iter(names))}", tuple(externals))
 
 
-def _placeholders(graph: Graph, plans: Sequence[Plan], wires: Sequence[Sequence[Wire]]) -> dict[int, Node]:
+def _by_plan(plans: Sequence[Plan], wires: Sequence[Wire]) -> Iterator[tuple[Plan, Sequence[Wire]]]:
+    start = 0
+    for plan in plans:
+        count = len(plan.program.arguments)
+        yield plan, wires[start : start + count]
+        start += count
+
+
+def _placeholders(graph: Graph, by_plan: Sequence[tuple[Plan, Sequence[Wire]]]) -> dict[int, Node]:
     """A placeholder for each external, in the order of their numbers."""
     specs: dict[int, Any] = {}
-    for plan, inputs in zip(plans, wires, strict=True):
+    for plan, inputs in by_plan:
         placeholders = [n for n in plan.traced.graph.graph.nodes if n.op == "placeholder"]
         for position, wire in zip(plan.program.arguments, inputs, strict=True):
-            if wire.step < 0:
-                specs.setdefault(wire.place, placeholders[position].meta["val"])
+            if isinstance(wire, int):
+                specs.setdefault(wire, placeholders[position].meta["val"])
     nodes = {}
-    for place in sorted(specs):
-        nodes[place] = graph.placeholder(f"external_{place}")
-        nodes[place].meta["val"] = specs[place]
+    for number in sorted(specs):
+        nodes[number] = graph.placeholder(f"external_{number}")
+        nodes[number].meta["val"] = specs[number]
     return nodes
 
 

@@ -38,7 +38,7 @@ class DeviceGenerator(torch.Generator):
         """Whether the next draw is the one after ``draws`` draws from ``seed``."""
         first, second = self._key()
         known, begun = seed.tolist()
-        return first == known and (second + self._draws) & _MASK == (begun + draws) & _MASK
+        return bool(first == known and (second + self._draws) & _MASK == (begun + draws) & _MASK)
 
     def _key(self) -> tuple[int, int]:
         if self._words is None:
@@ -85,9 +85,10 @@ def words(source: torch.Generator) -> tuple[int, int]:
     return drawn[0], drawn[1]
 
 
-def seed_from(given: Any, own: DeviceGenerator, count: int) -> torch.Tensor:
+def seed_from(given: Any, own: Any, count: int) -> torch.Tensor:
     """The seed (uint64[2]) of a program with ``count`` draws, from the generator that an op was given, if any. torch
     hands a generator over in a new Python object each time."""
     if given is None or given._cdata == own._cdata:
-        return own.draw(count)
+        drawn: torch.Tensor = own.draw(count)
+        return drawn
     return torch.tensor(words(given), dtype=torch.uint64)

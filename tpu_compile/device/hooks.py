@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc, name-defined]
+class Hooks(torch._C._acc.PrivateUse1Hooks):
     """Answers about the device as a whole."""
 
     def is_available(self) -> bool:
@@ -22,11 +22,11 @@ class Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc, name-defined]
         return True
 
 
-class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc, name-defined]
+class Guard(torch._C._acc.DeviceGuard):
     """Says which device type the guard is for; with one device there is nothing to switch."""
 
     def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1  # type: ignore[attr-defined]
+        return torch._C._autograd.DeviceType.PrivateUse1
 
 
 def avoid_null_allocator() -> None:
@@ -37,5 +37,5 @@ def avoid_null_allocator() -> None:
     put = library._ZN3c1012SetAllocatorENS_10DeviceTypeEPNS_9AllocatorEh
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.POINTER(ctypes.c_int8)]
     put.restype, put.argtypes = None, [ctypes.c_int8, ctypes.c_void_p, ctypes.c_uint8]
-    kinds = torch._C._autograd.DeviceType  # type: ignore[attr-defined]
+    kinds: Any = torch._C._autograd.DeviceType
     put(int(kinds.PrivateUse1), get(ctypes.byref(ctypes.c_int8(int(kinds.Meta)))), 0)

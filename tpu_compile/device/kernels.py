@@ -32,7 +32,7 @@ class Kernel:
 
     def function(self) -> Callable[..., Any]:
         """The kernel as torch calls it: an op repeated costs a look-up and an execute."""
-        schema, plans, lifts = self.schema, self.plans, self.schema.lifts.get
+        schema, plans, lifts = self.schema, self.plans, self.schema.lifts
         default_dtype, precision = torch.get_default_dtype, torch.get_float32_matmul_precision
         first, writes = self.first, bool(schema.written)
 
@@ -40,11 +40,14 @@ class Kernel:
             call = Call()
             take, parts = call.take, call.parts
             try:
-                for position, a in enumerate(args):
-                    take(a, lifts(position, False))
+                if lifts:
+                    for position, a in enumerate(args):
+                        take((a,), position in lifts)
+                else:
+                    take(args)
                 for name, a in kwargs.items():
                     parts.append(name)
-                    take(a, lifts(name, False))
+                    take((a,), name in lifts)
             except OtherDevice as other:
                 return self.across_devices(other, args, kwargs)
             parts += (default_dtype(), precision())

@@ -97,8 +97,9 @@ def resize_(t: Tensor, size: Sequence[int], *, memory_format: torch.memory_forma
     if shape == tuple(t.shape) and memory_format is None:
         return t
     stride = _strides(shape, memory_format)
-    _grow(t, t.storage_offset() + extent(shape, stride))
-    return set_window(t, shape, stride, t.storage_offset())
+    offset = int(t.storage_offset())
+    _grow(t, offset + extent(shape, stride))
+    return set_window(t, shape, stride, offset)
 
 
 def _grow(t: Tensor, count: int) -> None:
@@ -148,7 +149,7 @@ def set_source_storage(t: Tensor, source: Any) -> Tensor:
 
 def set_source_tensor(t: Tensor, source: Tensor) -> Tensor:
     """``set_.source_Tensor``."""
-    return set_storage(t, source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+    return set_storage(t, source.untyped_storage(), int(source.storage_offset()), source.shape, source.stride())
 
 
 def set_nothing(t: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class Plan:
     """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
 
     The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
+    ``recipe`` has a pair for each input: the place of a cell, or a function of the call.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Plan:
         "build",
         "name",
         "program",
+        "recipe",
         "serial",
         "traced",
         "writes",
@@ -56,18 +58,18 @@ class Plan:
         self.name, self.traced, self.serial = name, traced, next(self._made)
         self.program = lower_graph(traced.graph, name, donate=True)
         self.build = _builder(traced.tree)
+        self.recipe = tuple(_recipe(traced.sources[position]) for position in self.program.arguments)
         self.writes = tuple((cell, traced.new + i) for i, cell in enumerate(traced.written))
         self._execute: Any = None
 
     def compile(self) -> None:
         """Compile the program, or load it."""
-        program = self.program
+        program, client = self.program, device.client
         compiled = runtime.executable(program, options_in_force())
-        sources = [self.traced.sources[position] for position in program.arguments]
-        only_cells = all(isinstance(s, Source) and s.kind == "cell" for s in sources)
-        self._cells = tuple(s.place for s in sources if isinstance(s, Source)) if only_cells else None
-        self._takes = tuple(taker(s) for s in sources)
-        self._constants = tuple(compiled.client.put(t) for t in program.constants)
+        only_cells = all(take is None for _, take in self.recipe)
+        self._cells = tuple(place for place, _ in self.recipe) if only_cells else None
+        self._takes = tuple(take or _cell_taker(place) for place, take in self.recipe)
+        self._constants = tuple(client.put(t) for t in program.constants)
         self._order = output_order(program)
         self._checks = program.checks
         self._execute = compiled.executable.execute
@@ -121,19 +123,26 @@ def output_order(program: Program) -> list[int] | None:
 # ---- inputs
 
 
-def taker(source: Source | Numbers) -> Callable[[Call], Any]:
-    """Where an input's buffer comes from at each call."""
+Take = Callable[[Call], Any]
+
+
+def _recipe(source: Source | Numbers) -> tuple[int, Take | None]:
+    """Where an input's buffer comes from at each call: the cell at a place, or what a function takes from the call."""
     if isinstance(source, Numbers):
-        return _numbers(source)
+        return 0, _numbers(source)
     place = source.place
     if source.kind == "cell":
-        return lambda call: contents.contents(call.cells[place])
+        return place, None
     if source.kind == "start":
-        return lambda call: constant(call.starts[place], torch.int32)
-    return lambda call: constant(call.hosts[place].item(), call.hosts[place].dtype)
+        return 0, lambda call: constant(call.starts[place], torch.int32)
+    return 0, lambda call: constant(call.hosts[place].item(), call.hosts[place].dtype)
 
 
-def _numbers(source: Numbers) -> Callable[[Call], Any]:
+def _cell_taker(place: int) -> Take:
+    return lambda call: contents.contents(call.cells[place])
+
+
+def _numbers(source: Numbers) -> Take:
     places, dtype = source.places, source.dtype
     if len(places) == 1:
         (place,) = places

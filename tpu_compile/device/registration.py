@@ -72,6 +72,7 @@ class Registration:
         self._library = torch.library.Library("aten", "IMPL")
         self._autocast = Autocast()
         self.kernels: dict[str, Callable[..., Any]] = {}
+        self._others: dict[OpOverload, Callable[..., Any]] = {}
         self._lock = threading.RLock()
 
     def register(self) -> None:
@@ -91,9 +92,10 @@ class Registration:
             if not self.kernels:
                 self.register()
                 return op(*args, **kwargs)
-            if op.name() not in self.kernels:
-                self.kernels[op.name()] = Kernel(op).function()
-        return self.kernels[op.name()](*args, **kwargs)
+            # By the operator itself: a library may be destroyed, and another define an operator of the same name.
+            if op not in self._others:
+                self._others[op] = Kernel(op).function()
+        return self._others[op](*args, **kwargs)
 
     def _kernel(self, name: str, op: OpOverload) -> Callable[..., Any] | None:
         if name in OWN:

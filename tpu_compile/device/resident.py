@@ -50,7 +50,7 @@ class ResidentArgument:
         return (
             cell is not None
             and cell.layout is self.layout
-            and cell.buffer.__class__ is device.array
+            and contents.contents(cell) is not None
             and t.stride() == self.stride
             and t.shape == self.shape
             and not (t.is_conj() or t.is_neg())
@@ -85,7 +85,7 @@ class ResidentPlan:
         )
         self._constants = tuple(_constant(t, client) for t in program.constants)
         self._donated = frozenset(program.donated)
-        self._results = tuple(
+        self._results: tuple[tuple[Any, int | None, int | None, object], ...] = tuple(
             (_exporter(program.outputs[r.index], client, i in placed.results), r.index, None, None)
             if r.index is not None
             else (None, None, r.argument, r.value)
@@ -145,7 +145,7 @@ class ResidentPlan:
 
     def _exported(self, arguments: Sequence[Any], outputs: list[Any]) -> list[Any]:
         made: dict[int, Any] = {}
-        results = []
+        results: list[Any] = []
         for export, index, argument, value in self._results:
             if index is None:
                 results.append(arguments[argument] if argument is not None else value)

@@ -98,7 +98,7 @@ def schema_of(op: OpOverload) -> Schema:
     lifts.update({i: True for i, a in enumerate(arguments) if a.name in liftable and not a.kwarg_only})
     # A list that is written names no alias set: its overloads return nothing.
     written = [a for a in arguments if a.alias_info and a.alias_info.is_write]
-    writes = {s: a.name for a in written for s in a.alias_info.before_set}
+    writes = {s: a.name for a in written if a.alias_info for s in a.alias_info.before_set}
     returned = tuple(_source(r, writes) for r in op._schema.returns)
     return Schema(
         op=op,

@@ -23,8 +23,8 @@ class Runner(Protocol):
 class DeviceState:
     """What every part of the device shares. There is one: ``device``.
 
-    ``array`` is the type of its buffers. ``runner`` runs the plans of eager ops, None in the ``strict`` mode, where they
-    run by themselves; ``synchronous`` says that every op is waited for.
+    ``array`` is the type of its buffers. ``runner`` runs the plans of eager ops, None in the ``strict`` mode, where
+    they run by themselves; ``synchronous`` says that every op is waited for.
     """
 
     __slots__ = ("_client", "array", "generator", "mode", "runner", "synchronous")

@@ -34,11 +34,11 @@ class Layout:
     ``windows`` remembers what tensors have shown of such a buffer: looking one up is most of an op's bookkeeping.
     """
 
-    __slots__ = ("dims", "dtype", "nbytes", "numel", "signatures", "windows")
+    __slots__ = ("complex", "dims", "dtype", "nbytes", "numel", "signatures", "windows")
 
     def __init__(self, dims: Dims, dtype: torch.dtype) -> None:
         self.dims, self.dtype, self.numel = dims, dtype, math.prod(dims)
-        self.nbytes = self.numel * dtype.itemsize
+        self.nbytes, self.complex = self.numel * dtype.itemsize, dtype.is_complex
         self.windows: dict[Any, Window] = {}
         self.signatures: dict[Any, Signature] = {}
 
@@ -175,7 +175,7 @@ _CODES = {
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_from_dlpack = torch._C._from_dlpack  # type: ignore[attr-defined]
+_from_dlpack = torch._C._from_dlpack
 _ALIGNMENT = 256
 
 

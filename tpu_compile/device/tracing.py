@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tpu_compile.device import numbers
 from tpu_compile.device.calls import Call, HostUse, NumberUse, Template, TensorUse
 from tpu_compile.device.fakes import TraceMode
+from tpu_compile.device.numbers import Numbers
 from tpu_compile.device.schemas import Schema
 from tpu_compile.lowering.decompositions import decompositions
 from tpu_compile.lowering.foreach import IN_PLACE
@@ -50,7 +51,7 @@ class Traced:
     """
 
     graph: GraphModule
-    sources: tuple[Source, ...]
+    sources: tuple[Source | Numbers, ...]
     tree: Any
     new: int
     written: tuple[int, ...]

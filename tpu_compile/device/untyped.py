@@ -27,7 +27,8 @@ class TpuStorage(torch.UntypedStorage):
         """A storage with a copy of the contents, on the device."""
         from tpu_compile.device import contents
 
-        return contents.copied(self._tpu_cell)
+        made: TpuStorage = contents.copied(self._tpu_cell)
+        return made
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         known = memo.setdefault("torch", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+from tpu_compile.device import contents
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
 
@@ -18,4 +19,4 @@ def synchronize() -> None:
         device.runner.flush()
     client = device.client
     cells = [cell for cell in gc.get_objects() if type(cell) is Cell]
-    client.ready([cell.buffer for cell in cells if type(cell.buffer) is device.array])
+    client.ready([contents.contents(cell) for cell in cells if contents.ready(cell)])

@@ -1,0 +1,134 @@
+"""torch.compile on `tpu` tensors: buffers stay where they are, results are new cells, mutations donate."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tpu_compile
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend="tpu", fullgraph=True, **options)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=2e-5, atol=2e-5)
+
+
+def test_training_moves_no_byte():
+    torch.manual_seed(0)
+    host = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    device, x = copy.deepcopy(host).to("tpu"), torch.randn(3, 8)
+    resident, step = x.to("tpu"), compiled(device)
+    optimizer = torch.optim.AdamW(device.parameters(), lr=0.01, fused=True)
+    for call in range(3):
+        if call == 2:
+            tpu_compile.reset_stats()
+        optimizer.zero_grad()
+        loss = step(resident).square().mean()
+        loss.backward()
+        optimizer.step()
+    stats = tpu_compile.stats()
+    assert stats["h2d_bytes"] == stats["d2h_bytes"] == stats["copied_arguments"] == stats["lowerings"] == 0
+    reference = torch.optim.AdamW(host.parameters(), lr=0.01)
+    for _ in range(3):
+        reference.zero_grad()
+        host(x).square().mean().backward()
+        reference.step()
+    for w, g in zip(host.parameters(), device.parameters(), strict=True):
+        close(g.detach(), w.detach())
+
+
+def test_mutated_arguments_receive_their_new_buffers():
+    def bump(x, y):
+        x.add_(y)
+        return x * 2
+
+    fn, a, b = compiled(bump), torch.ones(4, device="tpu"), torch.ones(4, device="tpu")
+    alias = a[1:]
+    assert fn(a, b).tolist() == [4] * 4 and a.tolist() == [2] * 4 and alias.tolist() == [2] * 3
+    assert fn(a, a).tolist() == [8] * 4 and a.tolist() == [4] * 4
+    base = torch.zeros(3, 4, device="tpu")
+    assert fn(base[1], b).tolist() == [2] * 4 and base.sum().item() == 4
+    expanded = torch.ones(1, device="tpu").expand(4)
+    assert fn(torch.zeros(4, device="tpu"), expanded).tolist() == [2] * 4
+
+
+def test_eager_and_compiled_calls_interleave():
+    fn = compiled(lambda x: x.sin() + 1)
+    x = torch.linspace(0, 1, 6, device="tpu").view(2, 3)
+    y = fn(x) * 2
+    y[0] = 5
+    z = fn(y.t())
+    close(z, ((torch.stack([torch.full((3,), 5.0), y[1].cpu()])).t()).sin() + 1)
+    assert z.stride() == y.t().stride() or z.is_contiguous()
+
+
+def test_what_a_graph_makes_lives_on_the_device():
+    def make(x):
+        return (
+            x + torch.arange(4, device=x.device) + torch.tensor([1.0, 2, 3, 4], device="tpu"),
+            torch.zeros(2),
+            x.cpu(),
+        )
+
+    fn, x = compiled(make), torch.ones(4, device="tpu")
+    on_device, on_host, copied = fn(x)
+    assert on_device.is_tpu and on_device.tolist() == [2, 4, 6, 8]
+    assert on_host.device.type == copied.device.type == "cpu" and copied.tolist() == [1] * 4
+    large = torch.randn(64, 64)
+    table = large.to("tpu")
+    close(compiled(lambda x: x @ table)(torch.eye(64, device="tpu")), large)
+
+
+def test_host_numbers_and_tensors_among_the_arguments():
+    fn = compiled(lambda x, s: x * s)
+    x = torch.ones(3, device="tpu")
+    assert fn(x, torch.tensor(2.0)).tolist() == [2] * 3 and fn(x, 2.5).tolist() == [2.5] * 3
+
+
+def test_views_and_layouts_of_arguments():
+    fn = compiled(lambda x: x * 2 + 1)
+    base = torch.arange(24.0, device="tpu").view(4, 6)
+    for view in (base[1:3], base.t(), base[:, ::2], base.view(-1), base[None].expand(2, 4, 6), base[2:2]):
+        got = fn(view)
+        close(got, view * 2 + 1)
+    image = torch.randn(2, 3, 4, 4, device="tpu").to(memory_format=torch.channels_last)
+    assert fn(image).stride() == image.stride()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_shapes_vary(dynamic):
+    fn = compiled(lambda x: (x * x.shape[0]).sum(0), dynamic=dynamic)
+    for n in (2, 3, 5):
+        close(fn(torch.ones(n, 2, device="tpu")), torch.full((2,), float(n * n)))
+
+
+def test_dropout_agrees_between_forward_and_backward():
+    layer = compiled(torch.nn.Sequential(torch.nn.Dropout(0.5)).to("tpu"))
+    x = torch.ones(1000, device="tpu", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(x.grad.cpu(), y.detach().cpu()) and 0.4 < (y == 0).float().mean().item() < 0.6
+
+
+def test_fake_tensors_and_export():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        assert (torch.ones(3, device="tpu") + 1).device == torch.device("tpu", 0)
+    assert mode.from_tensor(torch.ones(3, device="tpu")).device.type == "tpu"
+    model, x = torch.nn.Linear(3, 4).to("tpu"), torch.randn(2, 3, device="tpu")
+    close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_no_allocation_is_left_behind():
+    fn, x = compiled(lambda x: (x.sin(), x.cos().sum())), torch.ones(100, device="tpu")
+    fn(x)
+    before = torch.tpu.memory_allocated()
+    for _ in range(5):
+        fn(x)
+    assert torch.tpu.memory_allocated() == before

@@ -1,0 +1,182 @@
+"""The modes of the eager `tpu` device: the same program, run at once, checked, or fused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tpu_compile
+from tpu_compile.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _strict_afterwards() -> Iterator[None]:
+    yield
+    torch.tpu.set_mode("strict")
+
+
+def train(mode: str, *, read: bool = True, steps: int = 6) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and parameters of a small model with dropout."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 4))
+    inputs = [torch.randn(5, 8) for _ in range(steps)]
+    with torch.tpu.mode(mode):
+        model = copy.deepcopy(model).to("tpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        torch.manual_seed(1)
+        losses = []
+        for x in inputs:
+            optimizer.zero_grad()
+            loss = model(x.to("tpu")).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item() if read else loss.detach())
+        return [float(loss) for loss in losses], [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("mode", ["debug", "defer"])
+def test_the_loss_curve_is_the_same(mode, read):
+    want, got = train("strict"), train(mode, read=read)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_deferred_step_is_three_executions():
+    """Forward, backward and optimizer: each may run while the next is noted down."""
+    train("defer")
+    tpu_compile.reset_stats()
+    train("defer")
+    stats = tpu_compile.stats()
+    assert stats["executions"] <= 3 * 6 + 2 and stats["lowerings"] == 0
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_loop_that_reads_nothing_is_cut_at_its_period(monkeypatch, grad):
+    from tpu_compile.device import defer
+
+    def run(steps: int) -> torch.Tensor:
+        x = torch.linspace(0, 1, 8, device="tpu")
+        for _ in range(steps):
+            for scale in (0.5, 0.25, 2.0, 4.0):
+                x = torch.sin(x * scale) + torch.cos(x - scale) * 0.5
+        return x
+
+    monkeypatch.setattr(defer, "MOST_OPS", 100)
+    want = run(40)
+    with torch.tpu.mode("defer"), torch.set_grad_enabled(grad):
+        run(40).cpu()
+        tpu_compile.reset_stats()
+        got = run(40).cpu()
+    torch.testing.assert_close(got, want.cpu(), rtol=1e-5, atol=1e-6)
+    stats = tpu_compile.stats()
+    assert 5 <= stats["executions"] <= 60 and stats["lowerings"] <= 2
+
+
+def test_deferred_writes_alias():
+    with torch.tpu.mode("defer"):
+        base = torch.zeros(3, 4, device="tpu")
+        row, column = base[1], base[:, 2]
+        row.add_(1)
+        column.fill_(5)
+        row.mul_(2)
+        twice = base + base
+        before = tpu_compile.stats()["executions"]
+        assert base.tolist() == [[0, 0, 5, 0], [2, 2, 10, 2], [0, 0, 5, 0]]
+        assert twice.tolist() == [[0, 0, 10, 0], [4, 4, 20, 4], [0, 0, 10, 0]]
+        assert tpu_compile.stats()["executions"] == before + 1
+
+
+def test_what_nobody_wants_is_not_returned():
+    with torch.tpu.mode("defer"):
+        x = torch.ones(1000, device="tpu")
+        y = ((x + 1) * 2).sum()
+        before = torch.tpu.memory_allocated()
+        assert y.item() == 4000 and torch.tpu.memory_allocated() == before
+
+
+def test_deferred_random_numbers_follow_the_seed():
+    drawn = []
+    for mode in ("strict", "defer"):
+        with torch.tpu.mode(mode):
+            torch.manual_seed(4)
+            first = torch.rand(3, device="tpu"), torch.randn(2, device="tpu")
+            torch.manual_seed(4)
+            again = torch.rand(3, device="tpu")
+            state = torch.tpu.get_rng_state()
+            later = torch.rand(2, device="tpu")
+            torch.tpu.set_rng_state(state)
+            drawn.append([t.tolist() for t in (*first, again, later, torch.rand(2, device="tpu"))])
+    assert drawn[0] == drawn[1] and drawn[1][0] == drawn[1][2] and drawn[1][3] == drawn[1][4]
+
+
+def test_compiled_calls_and_fallbacks_end_a_sequence():
+    double = torch.compile(lambda x: x * 2, backend="tpu", fullgraph=True)
+    with torch.tpu.mode("defer"):
+        x = torch.arange(6.0, device="tpu") + 1
+        y = double(x)
+        x.add_(10)
+        assert y.tolist() == [2, 4, 6, 8, 10, 12] and x[x > 13].tolist() == [14, 15, 16]
+
+
+def test_changing_the_mode_runs_what_was_put_off():
+    torch.tpu.set_mode("defer")
+    x = torch.ones(3, device="tpu") + 1
+    torch.tpu.set_mode("strict")
+    assert (x + 1).tolist() == [3] * 3 and torch.tpu.get_mode() == "strict"
+    with pytest.raises(ConfigError, match="strict, debug, defer"):
+        torch.tpu.set_mode("lazy")
+
+
+def test_errors_of_shape_come_at_once():
+    with torch.tpu.mode("defer"), pytest.raises(RuntimeError, match="must match the size"):
+        torch.ones(2, device="tpu") + torch.ones(3, device="tpu")
+
+
+# ---- debug
+
+INDICES = {
+    "index": (lambda x, i: x[i], IndexError, "out of bounds"),
+    "embedding": (lambda x, i: torch.nn.functional.embedding(i, x), IndexError, "out of range"),
+    "gather": (lambda x, i: x.gather(0, i[:, None]), RuntimeError, "out of bounds"),
+    "index_select": (lambda x, i: x.index_select(0, i), IndexError, "out of range"),
+    "cross_entropy": (lambda x, i: torch.nn.functional.cross_entropy(x, i.expand(3)), IndexError, "out of bounds"),
+    "index_put": (lambda x, i: x.index_put_((i,), torch.tensor(0.0, device="tpu")), IndexError, "out of bounds"),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_debug_finds_bad_indices_at_their_line(name):
+    call, kind, message = INDICES[name]
+    x, good, bad = torch.arange(12.0, device="tpu").view(3, 4), torch.tensor([2]), torch.tensor([7])
+    with torch.tpu.mode("debug"):
+        call(x, good.to("tpu"))
+        with pytest.raises(kind, match=message) as caught:
+            call(x, bad.to("tpu"))
+    assert any("test_device_modes.py" in note for note in caught.value.__notes__)
+
+
+def test_debug_finds_new_nans_on_request():
+    x = -torch.ones(3, device="tpu")
+    with torch.tpu.mode("debug"):
+        nan = x.log()
+    with torch.tpu.mode("debug", nans=True):
+        nan + 1  # not this op's fault
+        with pytest.raises(FloatingPointError, match=r"log.default.*test_device_modes.py"):
+            x.log()
+
+
+def test_the_environment_chooses_the_mode(run_python):
+    done = run_python(
+        """
+        import torch, tpu_compile
+        x = torch.ones(3, device="tpu") + 1
+        print(torch.tpu.get_mode(), tpu_compile.stats()["executions"], x.tolist())
+        """,
+        {"TPU_COMPILE_EAGER_MODE": "defer"},
+    )
+    assert done.stdout.strip() == "defer 0 [2.0, 2.0, 2.0]"
