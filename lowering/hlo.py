@@ -523,5 +523,4 @@ def case(index: Value, branches: Sequence[Callable[[], Any]], types: Sequence[ir
 
 def optimization_barrier(xs: Sequence[Value]) -> list[Value]:
     """Keep XLA from moving or merging work across this point."""
-    results = stablehlo.OptimizationBarrierOp([x.type for x in xs], list(xs)).results
-    return list(results)
+    return list(stablehlo.OptimizationBarrierOp(list(xs)).results)

@@ -4,6 +4,7 @@ descending."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxlib.mlir.dialects import chlo, stablehlo
@@ -12,6 +13,7 @@ from tpu_compile.lowering import hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.indexing import take_along
+from tpu_compile.lowering.ops.quickselect import nth_element, quickselect
 from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
 
@@ -63,22 +65,75 @@ def topk(
 ) -> tuple[Value, Value]:
     if not hlo.rank(x):
         return hlo.reshape(x, ctx.outs[0].shape), hlo.full(0, torch.int64, ctx.outs[1].shape)
+    if not math.prod(ctx.outs[0].shape):
+        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)  # type: ignore[return-value]
     at = axis(dim, hlo.rank(x))
-    if k and largest and hlo.dtype(x) in (torch.float32, torch.bfloat16, torch.float16):
-        return _top_floats(x, k, at)
-    values, order = sort_with_positions(x, at, descending=largest)
-    return hlo.slice_axis(values, at, 0, k), hlo.convert(hlo.slice_axis(order, at, 0, k), torch.int64)
+    wanted = min(k + 1, hlo.shape(x)[at])  # one more: whether it equals the last
+    floats = largest and hlo.dtype(x) in (torch.float32, torch.bfloat16, torch.float16)
+    ranked, order = _top_floats(x, wanted, at) if floats else sort_with_positions(x, at, descending=largest)
+
+    def as_eager() -> Value:
+        return _rowwise(x, at, lambda rows: _top_among_ties(rows, k, largest, sorted))
+
+    order = hlo.slice_axis(order, at, 0, k)
+    if _ties_as_eager(ctx, x) and k * 64 > hlo.shape(x)[at]:
+        order = _unless_tied(hlo.slice_axis(ranked, at, 0, wanted), at, largest, order, as_eager)
+    return take_along(x, order, at), hlo.convert(order, torch.int64)
 
 
 def _top_floats(x: Value, k: int, at: int) -> tuple[Value, Value]:
-    """XLA's own top-k: fast for float32, and ordered by sign bit, so that NaNs are made positive to come first."""
-    kind, last = hlo.dtype(x), hlo.rank(x) - 1
+    """XLA's own top-k, as float32: fast, and ordered by sign bit, so that NaNs are made positive to come first.
+
+    It is a sort that XLA recognises by the slices of its results: nothing may slice them further.
+    """
+    last = hlo.rank(x) - 1
     key = hlo.move_axis(hlo.convert(x, torch.float32), at, last)
     key = hlo.select(hlo.is_nan(key), hlo.full_like(key, math.nan), key)
+    key = hlo.select(hlo.compare(key, hlo.full_like(key, 0), "EQ"), hlo.full_like(key, 0), key)  # -0 is no less than 0
     sizes = [*hlo.shape(key)[:-1], k]
     results = [hlo.tensor_type(sizes, torch.float32), hlo.tensor_type(sizes, torch.int32)]
-    values, order = chlo.TopKOp(key, k, results=results).results
-    return hlo.move_axis(hlo.convert(values, kind), last, at), hlo.move_axis(hlo.convert(order, torch.int64), last, at)
+    values, order = hlo.optimization_barrier(chlo.TopKOp(key, k, results=results).results)
+    return hlo.move_axis(values, last, at), hlo.move_axis(order, last, at)
+
+
+def _top_among_ties(rows: Value, k: int, largest: bool, sorted: bool) -> Value:
+    """The positions that torch's CPU kernel gives: the k-th element's place is final, those before it are sorted."""
+
+    def first(a: Value, b: Value) -> Value:
+        return before(a, b, largest)
+
+    order = hlo.slice_axis(nth_element(rows, k - 1, first), 1, 0, k)
+    if not sorted or k < 3:
+        return order
+    head = hlo.slice_axis(order, 1, 0, k - 1)
+    values = take_along(rows, head, 1)
+    _, head = hlo.sort([values, head], 1, lambda a, b, *_: first(a, b), stable=False)
+    return hlo.concatenate([head, hlo.slice_axis(order, 1, k - 1, k)], 1)
+
+
+def _ties_as_eager(ctx: LoweringContext, x: Value) -> bool:
+    """Whether equal elements come in the order of torch's CPU kernels: where ties are common, at the price of a second
+    branch that takes XLA a few tenths of a second to compile. float32 and float64, and other platforms, give the first
+    ones."""
+    return ctx.family == "cpu" and hlo.dtype(x) not in (torch.float32, torch.float64)
+
+
+def _unless_tied(ranked: Value, at: int, descending: bool, order: Value, as_eager: Callable[[], Value]) -> Value:
+    """``order``, or what ``as_eager`` gives if two neighbours of the ``ranked`` elements are equal somewhere."""
+    n = hlo.shape(ranked)[at]
+    if n < 2:
+        return order
+    low, high = hlo.slice_axis(ranked, at, 0, n - 1), hlo.slice_axis(ranked, at, 1, n)
+    apart = hlo.reduce(before(low, high, descending), range(hlo.rank(ranked)), "and")
+    return hlo.case(hlo.convert(apart, torch.int32), [as_eager, lambda: order], [order.type])[0]
+
+
+def _rowwise(x: Value, at: int, select: Callable[[Value], Value]) -> Value:
+    """``select`` of [rows, n] → [rows, k], applied along one axis."""
+    moved = hlo.move_axis(x, at, hlo.rank(x) - 1)
+    batch, n = hlo.shape(moved)[:-1], hlo.shape(moved)[-1]
+    chosen = select(hlo.reshape(moved, [math.prod(batch), n]))
+    return hlo.move_axis(hlo.reshape(chosen, [*batch, hlo.shape(chosen)[1]]), hlo.rank(x) - 1, at)
 
 
 # ---- one element by rank
@@ -94,8 +149,16 @@ def kthvalue(ctx: LoweringContext, x: Value, k: int, dim: int = -1, keepdim: boo
     if not hlo.rank(x):
         return _picked(ctx, x, hlo.full(0, torch.int32, ()))
     at = axis(dim, hlo.rank(x))
-    values, order = sort_with_positions(x, at)
-    return _picked(ctx, hlo.slice_axis(values, at, k - 1, k), hlo.slice_axis(order, at, k - 1, k))
+    if not hlo.numel(x):
+        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)  # type: ignore[return-value]
+    values, ranks = sort_with_positions(x, at)
+    order = hlo.slice_axis(ranks, at, k - 1, k)
+    if _ties_as_eager(ctx, x):
+        near = hlo.slice_axis(values, at, max(k - 2, 0), min(k + 1, hlo.shape(x)[at]))
+        order = _unless_tied(
+            near, at, False, order, lambda: _rowwise(x, at, lambda rows: quickselect(rows, k - 1, before))
+        )
+    return _picked(ctx, take_along(x, order, at), order)
 
 
 def _median(x: Value, at: int, ignore_nan: bool) -> tuple[Value, Value]:

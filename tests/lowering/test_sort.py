@@ -88,3 +88,11 @@ def test_histograms(agrees: Any) -> None:
         ]
 
     agrees(fn, torch.randn(20), torch.rand(20))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 1), (50, 20), (150, 40)])
+def test_ties_are_broken_as_eager_breaks_them(agrees: Any, n: int, k: int) -> None:
+    def fn(x: torch.Tensor) -> list[Any]:
+        return [x.topk(k, 1), x.to(torch.bfloat16).topk(k, 1, False, False), x.kthvalue(k, 1), x.kthvalue(n, 1)]
+
+    agrees(fn, torch.randint(0, 4, (30, n, 2), generator=torch.Generator().manual_seed(n)))
