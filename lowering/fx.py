@@ -34,7 +34,7 @@ EMBED_BYTES = 4096
 stays small."""
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_ASSERTIONS = frozenset(
+ASSERTIONS = frozenset(
     {
         aten._assert_async.msg,
         aten._assert_async.default,
@@ -92,7 +92,7 @@ def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
 
 
 def _gap(node: Node) -> Gap | None:
-    if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in _ASSERTIONS:
+    if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in ASSERTIONS:
         return None
     number = node.meta.get("unbacked_bindings") or node.target is aten._local_scalar_dense.default
     if number and not numbers.stays_inside(node):
@@ -259,7 +259,7 @@ class GraphWalk:
             self.env[node] = numbers.compute(node.target, self.resolve(node.args))
         elif _evaluated(node):
             self.env[node] = self.number(node.meta["val"])
-        elif node.target in _ASSERTIONS:
+        elif node.target in ASSERTIONS:
             self.env[node] = None
         else:
             self.call(node)
@@ -484,7 +484,7 @@ def _finish(
     module.operation.verify()
     return Program(
         name=name,
-        bytecode=_bytecode(module.operation),
+        bytecode=bytecode(module.operation),
         digest=digest(module),
         inputs=tuple(i.spec for i in walk.inputs),
         arguments=tuple(i.position for i in walk.inputs),
@@ -494,12 +494,18 @@ def _finish(
         donated=donated,
         constants=tuple(t for t, _ in walk.constants),
         random=walk._seed is not None,
-        draws=sum(node.target is rng_key for node in walk.graph_module.graph.nodes),
+        draws=_draws(walk.graph_module),
         ffi_handlers=tuple(sorted(walk.ffi)),
         ops_per_tier=tuple(sorted(walk.tiers.items())),
         ops=tuple(sorted(walk.ops.items())),
         checks=tuple(checks),
     )
+
+
+def _draws(graph_module: GraphModule) -> int:
+    """How many keys a graph makes, those of its loops and branches included."""
+    graphs = [m.graph for m in graph_module.modules() if isinstance(m, GraphModule)]
+    return sum(len(graph.find_nodes(op="call_function", target=rng_key)) for graph in graphs)
 
 
 def _reorder_arguments(block: Any, wanted: list[ir.Value]) -> None:
@@ -529,7 +535,7 @@ def _donate(walk: GraphWalk, function: func.FuncOp, mutated: list[tuple[int, int
     return tuple(donated)
 
 
-def _bytecode(operation: Any) -> bytes:
+def bytecode(operation: Any) -> bytes:
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)
     return buffer.getvalue()
@@ -540,7 +546,7 @@ def digest(module: ir.Module) -> str:
     bare = module.operation.clone()
     bare.attributes["sym_name"] = ir.StringAttr.get("program")
     passmanager.PassManager.parse("builtin.module(strip-debuginfo)", context=module.context).run(bare)
-    return hashlib.sha256(_bytecode(bare)).hexdigest()
+    return hashlib.sha256(bytecode(bare)).hexdigest()
 
 
 def text(bytecode: bytes, *, locations: bool = False) -> str:

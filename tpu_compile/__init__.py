@@ -4,6 +4,10 @@
     tpu_compile.stats()                                      what happened, as a dict of counters
     with tpu_compile.override(cache=False): ...              knobs; see tpu_compile.config
     tpu_compile.trace(model, x).lower().compile()            the stages, one at a time
+    tpu_compile.export(model, (x,), path="m.tpuc")           a model as one file
+    tpu_compile.load("m.tpuc")(x)                            runs it where the model's code is not
+    tpu_compile.aot(model, (x,))                             compiled and stored now; a new process starts without tracing
+    tpu_compile.train_step(model, loss_fn, optimizer)        a whole training step as one program
     tpu_compile.lowers(my_op)                                a rule for an operator of your own, in StableHLO
     tpu_compile.lowers_jnp(my_op)                            the same, as a jax.numpy function
 
@@ -24,11 +28,14 @@ from tpu_compile.errors import (
     CacheWarning,
     CompilationFailed,
     ConfigError,
+    DamagedFile,
     DebugCheckFailed,
     DeviceError,
+    ExportError,
     IndexOutOfRange,
     LoweringError,
     MissingDependency,
+    NewerFile,
     NonFiniteResult,
     OutOfMemory,
     PluginNotFound,
@@ -41,14 +48,22 @@ from tpu_compile.errors import (
 from tpu_compile.stats import reset_stats, stats
 
 if TYPE_CHECKING:
+    from tpu_compile.exporting.loading import load
+    from tpu_compile.exporting.writing import export
     from tpu_compile.lowering.jnp import lowers_jnp
     from tpu_compile.lowering.registry import lowers
     from tpu_compile.stages import trace
+    from tpu_compile.training.step import train_step
+    from tpu_compile.warm.ahead import aot
 
 _LAZY = {
+    "aot": "tpu_compile.warm.ahead",
+    "export": "tpu_compile.exporting.writing",
+    "load": "tpu_compile.exporting.loading",
     "trace": "tpu_compile.stages",
     "lowers": "tpu_compile.lowering.registry",
     "lowers_jnp": "tpu_compile.lowering.jnp",
+    "train_step": "tpu_compile.training.step",
 }
 
 __all__ = [
@@ -57,11 +72,14 @@ __all__ = [
     "CacheWarning",
     "CompilationFailed",
     "ConfigError",
+    "DamagedFile",
     "DebugCheckFailed",
     "DeviceError",
+    "ExportError",
     "IndexOutOfRange",
     "LoweringError",
     "MissingDependency",
+    "NewerFile",
     "NonFiniteResult",
     "OutOfMemory",
     "PluginNotFound",
@@ -70,13 +88,17 @@ __all__ = [
     "TpuCompileWarning",
     "UnsupportedDtype",
     "UnsupportedOp",
+    "aot",
     "config",
+    "export",
+    "load",
     "lowers",
     "lowers_jnp",
     "override",
     "reset_stats",
     "stats",
     "trace",
+    "train_step",
 ]
 
 __version__ = "0.1.0"

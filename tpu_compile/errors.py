@@ -14,6 +14,9 @@ TpuCompileError                   (RuntimeError)
 ├── DebugCheckFailed              the program ran, and `debug_checks` found what eager would not have computed
 │   ├── IndexOutOfRange           (IndexError) an index beyond its axis; names the op, the range and the line
 │   └── NonFiniteResult           (FloatingPointError) the first op that made a NaN or an infinity
+├── ExportError                   a model that cannot be written to a file, or a file that cannot serve as asked
+│   ├── DamagedFile               it is not what was written: copy it again, or export again
+│   └── NewerFile                 made by a newer version: upgrade, or export again with this one
 ├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
 ├── MissingDependency             an optional package is not installed; the message holds the pip line
 └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
@@ -116,6 +119,18 @@ class IndexOutOfRange(DebugCheckFailed, IndexError):
 
 class NonFiniteResult(DebugCheckFailed, FloatingPointError):
     """A NaN or infinity, at the op that made it of finite operands."""
+
+
+class ExportError(TpuCompileError):
+    """A model that cannot be exported, or an exported program that cannot be used as asked."""
+
+
+class DamagedFile(ExportError):
+    """A file that is not what ``tpu_compile.export`` wrote."""
+
+
+class NewerFile(ExportError):
+    """A file of a newer version of tpu_compile, or with a program of a newer StableHLO."""
 
 
 class CacheError(TpuCompileError):

@@ -58,7 +58,7 @@ def tier_of(op: OpOverload) -> OpTier:
         return OpTier(str(op), rule.tier, f"{family}.py")
     if op in keyed_ops():
         return _through(op, keyed_ops()[op])
-    if op in fx._ASSERTIONS:
+    if op in fx.ASSERTIONS:
         return OpTier(str(op), "native", "checked while tracing; computes nothing")
     twin = functional_twin(op) if op._schema.is_mutable else None
     if twin is not None:

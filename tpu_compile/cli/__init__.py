@@ -17,6 +17,7 @@ from tpu_compile.errors import ConfigError, TpuCompileError, nearest, plain
 
 COMMANDS = {
     "inspect": ("inspect:inspect", "What a model becomes: graphs, StableHLO, HLO, costs, memory, cache key."),
+    "export": ("export:export", "A model as one file that tpu_compile.load runs without the model's code."),
     "compare": ("compare:compare", "Prove that compiled equals eager on your model, or find the op that differs."),
     "ops": ("ops:ops", "How each aten operator is lowered."),
     "doctor": ("doctor:doctor", "What is installed, what will be used, and what is wrong."),

@@ -47,8 +47,14 @@ def inspect(
 ) -> None:
     """What a model becomes: its graphs, StableHLO, HLO, costs, memory, cache key.
 
-    The model is compiled and run once, so that graph breaks, training graphs and what runs outside XLA show.
+    The model is compiled and run once, so that graph breaks, training graphs and what runs outside XLA show. A .tpuc
+    file of tpu_compile.export is checked and described: nothing of it is compiled or run.
     """
+    if target.endswith(".tpuc"):
+        from tpu_compile.cli import exported
+
+        exported.show(Path(target), stage, as_json=as_json, top=top)
+        return
     with progress(f"loading {target}"):
         chosen = targets.load(target)
     with progress(f"tracing {target}"):
