@@ -38,12 +38,12 @@ def written_version() -> str:
     return str(stablehlo.get_version_from_compatibility_requirement(weeks))
 
 
-def write(bytecode: bytes) -> bytes:
-    """A program as an artifact of ``written_version()``, source lines included."""
+def write(bytecode: bytes, *, source_lines: bool = True) -> bytes:
+    """A program as an artifact of ``written_version()``."""
     with make_context(), ir.Location.unknown():
         module = ir.Module.parse(bytecode)
         _wrap_chlo(module)
-        _legalize().run(module.operation)
+        _passes(source_lines).run(module.operation)
         return bytes(stablehlo.serialize_portable_artifact(module, written_version()))
 
 
@@ -64,9 +64,10 @@ def read(artifact: bytes) -> Readable:
         return Readable(fx.bytecode(module.operation), fx.digest(module), calls)
 
 
-def _legalize() -> passmanager.PassManager:
+def _passes(source_lines: bool) -> passmanager.PassManager:
     _register_passes()
-    return passmanager.PassManager.parse("builtin.module(func.func(chlo-legalize-to-stablehlo))")
+    strip = "" if source_lines else ",strip-debuginfo"
+    return passmanager.PassManager.parse(f"builtin.module(func.func(chlo-legalize-to-stablehlo){strip})")
 
 
 @lru_cache(maxsize=1)

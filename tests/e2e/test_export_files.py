@@ -52,6 +52,18 @@ def test_the_file_is_a_zip_of_json_stablehlo_and_safetensors(exported):
     assert any(line[0].endswith("linear.py") for line in sources)
 
 
+def test_source_lines_may_stay_at_home(tmp_path):
+    path = tpu_compile.export(
+        model(),
+        (torch.ones(3, 4),),
+        path=tmp_path / "m.tpuc",
+        dynamic_shapes=({0: torch.export.Dim("n")},),
+        source_lines=False,
+    )
+    assert b".py" not in path.read_bytes()
+    assert tpu_compile.load(path)(torch.ones(2, 4)).shape == (2, 2)
+
+
 def test_equal_exports_are_equal_files(exported, tmp_path):
     first, second = (
         tpu_compile.export(model(), (torch.ones(3, 4),), path=tmp_path / name).read_bytes() for name in "ab"

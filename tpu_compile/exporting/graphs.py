@@ -34,6 +34,7 @@ class _Writer:
     graph_module: GraphModule
     names: Mapping[str, str]
     constants: list[torch.Tensor]
+    source_lines: bool
     places: dict[Node, int] = field(default_factory=dict)
 
     def record(self) -> list[Any]:
@@ -44,7 +45,7 @@ class _Writer:
         return nodes
 
     def node(self, node: Node) -> dict[str, Any]:
-        written: dict[str, Any] = {"name": node.name, "line": node.stack_trace or ""}
+        written: dict[str, Any] = {"name": node.name, "line": (node.stack_trace or "") if self.source_lines else ""}
         value = node.meta.get("val")
         if node.op == "output":
             return {"op": "output", "args": self.argument(node.args[0])}
@@ -68,7 +69,7 @@ class _Writer:
         for name in str(node.target).split("."):
             held = getattr(held, name)
         if isinstance(held, GraphModule):
-            return {"op": "graph", "nodes": _Writer(held, self.names, self.constants).record()}
+            return {"op": "graph", "nodes": _Writer(held, self.names, self.constants, self.source_lines).record()}
         self.constants.append(held)
         return {"op": "constant", "index": len(self.constants) - 1}
 
@@ -103,14 +104,16 @@ class _Writer:
         raise ExportError(f"an operator's argument of type {type(value).__name__} cannot be written to a file")
 
 
-def dump(graph_module: GraphModule, names: Mapping[str, str]) -> tuple[list[Any], list[torch.Tensor]]:
+def dump(
+    graph_module: GraphModule, names: Mapping[str, str], *, source_lines: bool = True
+) -> tuple[list[Any], list[torch.Tensor]]:
     """A graph of aten ops as JSON, and the tensor constants that it refers to by number. ``names``: of symbols.
 
     Raises:
         ExportError: it holds what a file cannot describe.
     """
     constants: list[torch.Tensor] = []
-    return _Writer(graph_module, names, constants).record(), constants
+    return _Writer(graph_module, names, constants, source_lines).record(), constants
 
 
 def _dump_target(target: Any) -> str:

@@ -33,6 +33,7 @@ def export(
     targets: Sequence[str] = (),
     dynamic_shapes: Any = None,
     weights: Literal["include", "reference"] = "include",
+    source_lines: bool = True,
 ) -> Path:
     """Write a model as one file (``.tpuc``) that ``tpu_compile.load`` runs where the model's code is not.
 
@@ -49,6 +50,7 @@ def export(
         dynamic_shapes: the sizes that may vary, as ``torch.export.export`` takes them.
         weights: ``"include"`` puts them into the file; ``"reference"`` into ``<path>.safetensors`` beside it, which
             the file names with its SHA-256.
+        source_lines: ``False`` leaves out the lines of your code and the names of your files.
 
     Raises:
         ExportError: the model does what a file cannot describe.
@@ -59,7 +61,7 @@ def export(
         raise ExportError(f"weights={weights!r}: say 'include' or 'reference'")
     with override(debug_checks=False):
         found = tracing.trace(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
-        return _Writing(found, Path(path), weights == "include").write(targets)
+        return _Writing(found, Path(path), weights == "include", source_lines).write(targets)
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class _Lowered:
 
 
 class _Writing:
-    def __init__(self, found: Exportable, path: Path, include: bool) -> None:
-        self.found, self.path, self.include = found, path, include
+    def __init__(self, found: Exportable, path: Path, include: bool, source_lines: bool) -> None:
+        self.found, self.path, self.include, self.source_lines = found, path, include, source_lines
         self.tensors: list[torch.Tensor] = [s.tensor for s in found.state]
         self.unlowered: dict[str, str] = {}
         self.members: dict[str, archive.Content] = {}
@@ -95,7 +97,7 @@ class _Writing:
             "graph": self._graph() if symbols else None,
             "executables": [self._executable(i, target, lowered) for i, target in enumerate(targets)],
         }
-        self.members["sources.json"] = archive.encoded(self._sources())
+        self.members["sources.json"] = archive.encoded(self._sources() if self.source_lines else [])
         manifest["constants"] = len(self.tensors) - len(self.found.state)
         manifest["weights"] = self._weights()
         archive.write(self.path, manifest, self.members)
@@ -114,7 +116,7 @@ class _Writing:
             except UnsupportedOp as error:
                 gaps, self.unlowered[family] = error, str(error)
                 continue
-            artifact = portable.write(program.bytecode)
+            artifact = portable.write(program.bytecode, source_lines=self.source_lines)
             known = made.get(program.digest)
             families = (*known.families, family) if known else (family,)
             read = portable.read(artifact)
@@ -161,7 +163,7 @@ class _Writing:
         return {"target": target, "family": family, "member": member, "program": chosen, "parts": parts}
 
     def _graph(self) -> str:
-        nodes, constants = graphs.dump(self.found.graph, self.found.names)
+        nodes, constants = graphs.dump(self.found.graph, self.found.names, source_lines=self.source_lines)
         record = {"nodes": nodes, "constants": [self._place(t) for t in constants]}
         self.members["graph.json"] = archive.encoded(record)
         return "graph.json"
