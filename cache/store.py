@@ -30,8 +30,10 @@ _TRIM_TO = 0.9
 """A full cache is emptied to this share of its cap, so that not every put has to look for something to evict."""
 _PUTS_BETWEEN_SCANS = 64
 
-PROGRAM = "graph"
-"""The label that only the keys of lowered programs have; an entry without it holds an executable."""
+PROGRAM, TRACED, AHEAD = "graph", "traced", "function"
+"""Labels that only the keys of lowered programs have, of traced graphs, and of functions that were compiled ahead of
+time. An entry without one holds an executable."""
+_KINDS = {PROGRAM: "program", TRACED: "trace", AHEAD: "function"}
 _EVENTS = {"disk": "compilation_cache", "lowering": "lowering_cache", "tracing": "tracing_cache"}
 _TRACING_SHARE = 10
 """Of the size cap, one part in so many is for what tracing made."""
@@ -49,7 +51,8 @@ class EntryInfo:
 
     @property
     def kind(self) -> str:
-        """What it holds: ``executable``, or the ``program`` that a graph was lowered to."""
+        """What it holds: an ``executable``, the ``program`` that a graph was lowered to, the ``trace`` of one, or a
+        ``function`` that was compiled ahead of time."""
         return kind(self.header.parts)
 
     @property
@@ -60,7 +63,7 @@ class EntryInfo:
 
 def kind(parts: Mapping[str, str]) -> str:
     """What an entry with these key parts holds."""
-    return "program" if PROGRAM in parts else "executable"
+    return next((kind for label, kind in _KINDS.items() if label in parts), "executable")
 
 
 class CacheStore:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpu_compile.config import OPTIONS, override, scoped
@@ -71,11 +71,16 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, TpuCompileWarning, stacklevel=4)
 
 
-def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any]) -> Any:
+def ahead(name: str) -> Callable[[Any, Sequence[Any]], Any]:
+    """A backend for one function that Dynamo compiles for an artifact, with the knobs in force. It is one graph."""
+    return lambda graph_module, example_inputs: _compile(graph_module, example_inputs, {}, name)
+
+
+def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any], ahead: str = "") -> Any:
     from tpu_compile import capture
     from tpu_compile.warm.autograd import keeper
 
-    one_graph, name = capture.one_graph(), capture.frame_name()
+    one_graph, name = bool(ahead) or capture.one_graph(), ahead or capture.frame_name()
     capture.note_break()
     scope = scoped(chosen)
 

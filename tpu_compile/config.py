@@ -118,9 +118,9 @@ KNOBS: dict[str, Knob] = {
         _knob(
             "cache_tracing",
             _bool,
-            False,
-            "Also keep what AOTAutograd makes of a graph, so that a new process traces nothing. Experimental: torch "
-            "pickles these entries, so they stay local.",
+            True,
+            "Also keep what AOTAutograd makes of a graph, so that a new process traces nothing. torch pickles these "
+            "entries: they stay in the local directory.",
         ),
         _knob("cache_min_compile_seconds", float, 0.0, "Compiles faster than this are not stored."),
         _knob(

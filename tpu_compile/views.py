@@ -23,12 +23,12 @@ class Replayed:
 
     def __init__(self, compiled: Any, tail: GraphModule) -> None:
         self._boxed_call = True
-        self._compiled, self._tail = compiled, tail
+        self.compiled, self.tail = compiled, tail
 
     def __call__(self, arguments: list[Any]) -> list[Any]:
         given = list(arguments)
         arguments.clear()
-        return list(self._tail(*given, *self._compiled(list(given))))
+        return list(self.tail(*given, *self.compiled(list(given))))
 
 
 def take(graph_module: GraphModule) -> GraphModule | None:

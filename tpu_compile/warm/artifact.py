@@ -9,6 +9,7 @@ files are code, as all pickles are: they never leave the user's own cache but by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_compile import compiler
 from tpu_compile.compiler import CompiledGraph, Outline
-from tpu_compile.errors import DeviceError
+from tpu_compile.errors import CacheError, DeviceError
 from tpu_compile.lowering import dtypes
 from tpu_compile.lowering.program import Program
+from tpu_compile.views import Replayed
 from tpu_compile.warm import record, sources
 
 State = dict[str, Any]
+
+swallowed: ContextVar[CacheError | None] = ContextVar("tpu_compile_swallowed", default=None)
+"""The cache fault that the user asked to see and that torch's cache, which takes any error for a miss, keeps back."""
 
 
 def ahead_of_time() -> bool:
@@ -51,10 +56,13 @@ class GraphCode(OutputCode):
         Raises:
             BypassAOTAutogradCache: it has none.
         """
-        if not isinstance(self.compiled, CompiledGraph):
+        compiled, tail = self.compiled, None
+        if isinstance(compiled, Replayed):
+            compiled, tail = compiled.compiled, compiled.tail
+        if not isinstance(compiled, CompiledGraph):
             raise BypassAOTAutogradCache("a graph with ops that run on the CPU is compiled anew in every process")
         try:
-            self.state = dump(self.compiled)
+            self.state = {**dump(compiled), "tail": None if tail is None else _graph(tail)}
         except record.NotRecordable as reason:
             raise BypassAOTAutogradCache(str(reason)) from reason
         self.compiled = None
@@ -62,8 +70,14 @@ class GraphCode(OutputCode):
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Mapping[str, Any]) -> None:
         """Become callable in another process."""
         if self.compiled is None:
-            with _disable_current_modes():  # the constants are real
-                self.compiled = restore(self.state, lazy=bool(graph_kwargs.get("is_backward")))
+            try:
+                with _disable_current_modes():  # the constants are real
+                    compiled = restore(self.state, lazy=bool(graph_kwargs.get("is_backward")))
+                tail = self.state["tail"]
+                self.compiled = compiled if tail is None else Replayed(compiled, _runnable(_load_graph(tail)))
+            except CacheError as fault:
+                swallowed.set(fault)
+                raise
             self.state = {}
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
@@ -147,6 +161,11 @@ def _graph(graph: GraphModule) -> bytes:
         return GraphPickler.dumps(graph, Options(ops_filter=None, node_metadata_key_filter=_OF_NODES.__contains__))
     except Exception as error:  # whatever an object raises that cannot be pickled: it ends in a bypass that says so
         raise record.NotRecordable(f"its graph cannot be pickled: {error}") from error
+
+
+def _runnable(graph: GraphModule) -> GraphModule:
+    graph.recompile()
+    return graph
 
 
 def _load_graph(pickled: bytes) -> GraphModule:

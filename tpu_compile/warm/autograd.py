@@ -36,11 +36,12 @@ from torch.fx import GraphModule
 
 from tpu_compile import compiler
 from tpu_compile.cache import CacheKey, CacheStore, open_store
-from tpu_compile.cache.store import tracing_store
+from tpu_compile.cache.store import TRACED, tracing_store
 from tpu_compile.config import config
 from tpu_compile.stats import count, counters, event
 from tpu_compile.warm import sources
-from tpu_compile.warm.artifact import GraphCode, ahead_of_time
+from tpu_compile.warm.artifact import GraphCode, ahead_of_time, swallowed
+from tpu_compile.warm.structure import NotKept
 
 log = logging.getLogger("tpu_compile.warm")
 
@@ -53,8 +54,14 @@ _BROKEN = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, KeyErr
 
 
 def keeper(graph_module: GraphModule, example_inputs: Sequence[Any], name: str, one_graph: bool) -> Keeper | None:
-    """How to keep what AOTAutograd makes of a graph; None where it is not kept."""
+    """How to keep what AOTAutograd makes of a graph; None where it is not kept.
+
+    Raises:
+        NotKept: Dynamo makes an artifact of the graph, and it depends on more than that can say.
+    """
     if ahead_of_time():
+        if reason := refusal(graph_module, example_inputs):
+            raise NotKept(reason)
         return Keeper(name, None, {})
     store = open_store()
     if store is None or not config.cache_tracing or compiler.looked_at():
@@ -65,10 +72,10 @@ def keeper(graph_module: GraphModule, example_inputs: Sequence[Any], name: str, 
         event("tracing_cache/cache_bypasses", program=name, reason=reason)
         log.info("%s is traced anew in every process: %s", name, reason)
         return None
-    return Keeper(name, tracing_store(store), _facts(one_graph))
+    return Keeper(name, tracing_store(store), facts(one_graph))
 
 
-def _facts(one_graph: bool) -> dict[str, str]:
+def facts(one_graph: bool) -> dict[str, str]:
     """What decides a compiled graph and is in no key of torch's, as key parts."""
     backends = torch.backends
     attention = (
@@ -200,9 +207,14 @@ class Keeper:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let AOTAutograd keep, and find, what it makes inside the block."""
+        """Let AOTAutograd keep, and find, what it makes inside the block.
+
+        Raises:
+            CacheError: something in the cache is damaged, and the knob ``raise_cache_errors`` is on.
+        """
         before = dict(torch_counters["aot_autograd"])
         token = _active.set(self)
+        swallowed.set(None)
         try:
             with ExitStack() as stack:
                 for context in _settings(self.store is None):
@@ -211,6 +223,8 @@ class Keeper:
         finally:
             _active.reset(token)
         self._report(before)
+        if (fault := swallowed.get()) is not None:
+            raise fault
 
     def _report(self, before: Mapping[str, int]) -> None:
         if self.store is None:
@@ -257,7 +271,7 @@ class Keeper:
         self.store.put(place, content, compile_seconds=seconds, metadata={}, even_if_quick=True)
 
     def _place(self, key: str, number: int) -> CacheKey:
-        return CacheKey.of(self.name, {"traced": key, "candidate": str(number), **self.facts})
+        return CacheKey.of(self.name, {TRACED: key, "candidate": str(number), **self.facts})
 
 
 def _other_work() -> float:
@@ -307,6 +321,7 @@ def _settings(artifact: bool) -> Iterator[Any]:
         enable_autograd_cache=True,
         enable_remote_autograd_cache=False,
         bundled_autograd_cache=True,
+        autograd_cache_allow_custom_autograd_functions=True,  # both of their graphs are in the key
         force_non_lazy_backward_lowering=True,  # an entry is saved once, with its backward
         strict_autograd_cache=artifact,
     )
