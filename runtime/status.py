@@ -23,6 +23,8 @@ _MEMORY = (
     re.compile(rf"Used {_SIZE} of {_SIZE}"),
     re.compile(rf"allocating {_SIZE} bytes()()"),
 )
+_EXCESS = re.compile(rf"Exceeded hbm capacity by {_SIZE}")
+"""libtpu says the total to three digits, and by how much it is too large to more."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXCERPT = 2000
 
@@ -54,6 +56,8 @@ def out_of_memory(text: str, message: str, dump: str = "") -> OutOfMemory:
         if found := pattern.search(message):
             needed, unit, available, available_unit = found.groups()
             sizes = (_bytes(needed, unit), _bytes(available or "0", available_unit))
+            if excess := _EXCESS.search(message):
+                sizes = (sizes[1] + _bytes(*excess.groups()), sizes[1])
             return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump, *sizes)
     return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump)
 

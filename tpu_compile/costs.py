@@ -60,6 +60,12 @@ def node_costs(graph_module: GraphModule, bindings: Mapping[Any, int] | None = N
     return sorted(found, key=lambda c: (-c.flops, -c.bytes))
 
 
+def product_flops(graph_module: GraphModule, bindings: Mapping[Any, int] | None = None) -> int:
+    """Flops of a graph's products and convolutions alone, a multiply-add counted as two."""
+    nodes = [n for n in graph_module.graph.nodes if n.op == "call_function" and isinstance(n.target, OpOverload)]
+    return sum(_formula(n, bindings or {}) or 0 for n in nodes)
+
+
 def _is_view(op: OpOverload) -> bool:
     returned = op._schema.returns
     return bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write

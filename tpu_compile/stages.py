@@ -27,7 +27,7 @@ from tpu_compile.lowering import fx
 from tpu_compile.lowering.program import Program, TensorSpec
 from tpu_compile.runtime import CompileOptions
 from tpu_compile.runtime.executable import MemoryAnalysis
-from tpu_compile.stats import timed
+from tpu_compile.targets.compiling import compile_for
 
 
 def trace(fn: Any, *args: Any, **kwargs: Any) -> Traced:
@@ -92,6 +92,15 @@ class Traced:
         found = self.tracing
         return Lowered(compiler.lower_graph(found.graph, found.name, dict(found.bindings), family), self, family)
 
+    def for_target(self, bindings: Mapping[Any, int] | None = None) -> Program:
+        """The program of a TPU that holds the arguments: what it overwrites is donated.
+
+        Args:
+            bindings: other numbers for the graph's symbolic sizes.
+        """
+        found = self.tracing
+        return compiler.lower_graph(found.graph, found.name, dict(bindings or found.bindings), "tpu", donate=True)
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -139,8 +148,7 @@ class Lowered:
         with override(**check_options(options or {})):
             chosen = compiler.options_in_force()
             if target:
-                program = (self if self.family == "tpu" else self.traced.lower("tpu")).program
-                there = _compile_for(target, program, chosen)
+                there = compile_for(target, self.traced.for_target(), chosen)
                 return Compiled(self.traced.graph_module, there, self._bindings, self.traced)
             built = compiler.runtime.executable(self.program, chosen)
             return Compiled(self.traced.graph_module, built, self._bindings, self.traced, self._runner(built))
@@ -153,16 +161,12 @@ class Lowered:
         found = self.traced.tracing
         if found.bindings:  # each other binding gets an executable of its own when it is met
             return compiler.CompiledGraph(found.graph, found.name, found.kept)
+        placed = compiler.residency(found.graph)
+        if placed is not None:
+            from tpu_compile.device.resident import ResidentPlan
+
+            return ResidentPlan(built.program, built.executable, built.client, placed)
         return CallPlan(built.program, built.executable, built.client, found.kept)
-
-
-def _compile_for(target: str, program: Program, options: CompileOptions) -> compiler.Compiled:
-    from tpu_compile.runtime.topology import topology
-
-    chips = topology(target)
-    with timed("xla", program.name):
-        executable = chips.compile(program.bytecode, program.name, options)
-    return compiler.Compiled(program, executable, compiler.cache_key(program, options, chips), chips, "xla")
 
 
 @dataclass(frozen=True)
@@ -276,8 +280,8 @@ def recorded(lowering: compiler.Lowering, target: str = "") -> Compiled:
     """What a ``compiler.record()`` block saw, as a stage; compiled anew for ``target`` if one is named."""
     if not target:
         return Compiled(lowering.graph, lowering.compiled, lowering.bindings)
-    program = compiler.lower_graph(lowering.graph, lowering.name, dict(lowering.bindings), "tpu")
-    built = _compile_for(target, program, compiler.options_in_force())
+    program = compiler.lower_graph(lowering.graph, lowering.name, dict(lowering.bindings), "tpu", donate=True)
+    built = compile_for(target, program, compiler.options_in_force())
     return Compiled(lowering.graph, built, lowering.bindings)
 
 

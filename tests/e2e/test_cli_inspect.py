@@ -260,3 +260,72 @@ def test_doctor_knows_rivals_and_unwritable_caches(
     found = doctor(tpu)
     assert "use backend='tpu_compile'" in found["torch_tpu"]["text"]
     assert found["cache"]["state"] == "note"
+
+
+# ---- on a TPU that is not here
+
+ON_TARGET = """
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(256, 300)
+        self.down = nn.Linear(300, 256)
+        self.register_buffer("kept", torch.zeros(512, 1024))
+
+    def forward(self, x, table):
+        self.kept += 1
+        h = torch.relu(self.up(x))
+        h = (h.double() * 1.000001).float()
+        return self.down(h), table.t().contiguous() + 1, self.kept.sum()
+
+def wide():
+    return Wide(), (torch.randn(128, 256), torch.randn(512, 512))
+
+def huge():
+    with torch.device("meta"):
+        return nn.Linear(100_000, 100_000), (torch.randn(8, 100_000),)
+"""
+
+
+@pytest.fixture
+def on_target(tpu: Callable[..., Result], tmp_path: Path) -> Callable[..., Result]:
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install tpu-compile[tpu]")
+    (tmp_path / "models.py").write_text(ON_TARGET)
+    return tpu
+
+
+def test_a_program_is_judged_for_a_chip(on_target: Callable[..., Result]) -> None:
+    arguments = "models.py:wide", "--target", "v5e"
+    shown = on_target("inspect", *arguments).stdout
+    (found,) = described(on_target, *arguments)["on_target"]
+    assert found["chip"] == "v5e" and found["hbm"]["fits"] and found["hbm"]["peak"] > 2**21
+    assert found["hbm"]["spare"] == found["hbm"]["available"] - found["hbm"]["needed"]
+    assert 0 < found["roofline_seconds"] <= found["seconds"] < 1e-3
+    products = [step for step in found["steps"] if step["kind"] == "product"]
+    line = {words: 1 + ON_TARGET.splitlines().index(words) for words in ON_TARGET.splitlines()}
+    up = f"models.py:{line['        h = torch.relu(self.up(x))']}"
+    assert up in [step["where"] for step in products]
+    assert sum(step["flops"] for step in products) == found["flops"] == 2 * 2 * 128 * 256 * 300
+    assert all(step["share"] <= 1 and step["cycles"] > 0 for step in products)
+    wide = {row["where"]: row for row in found["wide_products"]}
+    assert wide[up]["passes"] == 6 and wide[up]["dtype"] == "f32"
+    assert {row["where"]: row for row in found["padding"]}[up]["waste"] == pytest.approx(1 - 300 / 384)
+    emulated = [(row["dtype"], row["where"]) for row in found["emulated"]]
+    assert ("f64", f"models.py:{line['        h = (h.double() * 1.000001).float()']}") in emulated
+    assert [row["argument"] for row in found["not_donated"]] == ["table"]
+    for words in ("most expensive fusions", "6", "emulated", "not donated", "fits", up):
+        assert words in shown, shown
+
+
+def test_what_does_not_fit_is_a_result_and_needs_no_memory_here(on_target: Callable[..., Result]) -> None:
+    found = described(on_target, "models.py:huge", "--target", "v5e:1x1")
+    (misfit,) = found["do_not_fit"]
+    assert misfit["needed"] >= 4 * 10**10 > misfit["available"] and not misfit["fits"] and found["graphs"] == []
+    assert "does not fit" in on_target("inspect", "models.py:huge", "--target", "v5e:1x1").stdout
+
+
+def test_a_chip_that_does_not_exist_is_answered_with_those_that_do(on_target: Callable[..., Result]) -> None:
+    assert "v5e" in on_target("inspect", "models.py:wide", "--target", "v9z:1x1", status=2).stderr

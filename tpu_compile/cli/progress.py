@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -17,14 +17,15 @@ _SLOW = 5.0
 
 
 @contextmanager
-def progress(doing: str) -> Iterator[None]:
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
     """Show what is going on in the block, on stderr, where also goes what the user's own code prints: stdout is for the
-    command's result. ``doing`` is said while none of our stages is at work."""
+    command's result. ``doing`` is said while none of our stages is at work; what the block is given says something
+    else from then on."""
     watch = _Terminal(doing) if sys.stderr.isatty() else _Log()
     stop = on_event(watch.event)
     try:
         with watch, redirect_stdout(sys.stderr):
-            yield
+            yield watch.say
     finally:
         stop()
 
@@ -37,6 +38,9 @@ class _Log:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    def say(self, doing: str) -> None:
+        """A log hears of what took long, when it has ended."""
 
     def event(self, name: str, details: dict[str, Any]) -> None:
         if name == "stage/end" and details["seconds"] >= _SLOW:
@@ -60,6 +64,10 @@ class _Terminal:
 
     def __exit__(self, *_: object) -> None:
         self._display.stop()
+
+    def say(self, doing: str) -> None:
+        self._doing = doing
+        self._show(doing)
 
     def event(self, name: str, details: dict[str, Any]) -> None:
         if name == "stage/begin":

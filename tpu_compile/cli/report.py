@@ -11,16 +11,21 @@ from typing import Any
 import click
 import torch
 from torch._dynamo.utils import counters as dynamo
+from torch.utils._pytree import tree_leaves
 
 import tpu_compile
 from tpu_compile import dump, stages
 from tpu_compile.backend import check_options
+from tpu_compile.cli import on_target
 from tpu_compile.cli.tables import number, size, table
 from tpu_compile.cli.target import Target
 from tpu_compile.comparing.runs import pull_back
 from tpu_compile.compiler import Recorder, record
 from tpu_compile.config import override
-from tpu_compile.errors import TpuCompileWarning
+from tpu_compile.errors import OutOfMemory, TpuCompileWarning
+from tpu_compile.targets.analysis import Fit, misfit
+from tpu_compile.targets.chips import CHIPS, slice_name
+from tpu_compile.targets.describe import described, described_fit
 
 _OWN_PARTS = ("program", "arguments", "results")
 """Of a cache key: the parts that differ from graph to graph."""
@@ -40,14 +45,20 @@ class Report:
     graphs: tuple[stages.Compiled, ...]
     recorded: Recorder
     stats: Mapping[str, float]
+    chips: str = ""
+    misfits: tuple[tuple[str, Fit], ...] = ()
 
 
 def run(target: Target, *, grad: bool, dynamic: bool, options: Mapping[str, str], chips: str = "") -> Report:
     """Compile a target with the backend and run it once; with ``grad`` once more, forward and backward.
 
     Args:
-        chips: a TPU slice, such as ``v5e:2x2``, for which every graph is compiled anew. The run is this machine's.
+        chips: a TPU slice, such as ``v5e:2x2``, for which every graph is compiled anew. The run is this machine's; a
+            model or arguments on the meta device are traced and not run.
     """
+    chips = slice_name(chips)
+    if chips and on_meta(target):
+        return _traced(target, options, chips)
     tpu_compile.reset_stats()
     dynamo.clear()
     compiled: Callable[..., Any] = torch.compile(
@@ -59,9 +70,40 @@ def run(target: Target, *, grad: bool, dynamic: bool, options: Mapping[str, str]
             compiled(*target.args, **target.kwargs)
         if grad:
             pull_back(compiled(*target.args, **target.kwargs), seed=0)
+    graphs, misfits = _compiled(recorded, options, chips)
+    return Report(target, graphs, recorded, tpu_compile.stats(), chips, misfits)
+
+
+def on_meta(target: Target) -> bool:
+    """Whether a target has shapes and no numbers: something of it lies on the meta device."""
+    model = target.model
+    held = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    return any(isinstance(t, torch.Tensor) and t.is_meta for t in (*held, *tree_leaves((target.args, target.kwargs))))
+
+
+def _compiled(
+    recorded: Recorder, options: Mapping[str, str], chips: str
+) -> tuple[tuple[stages.Compiled, ...], tuple[tuple[str, Fit], ...]]:
+    """The graphs, for ``chips`` if there are any, and those that these do not hold."""
+    graphs, misfits = [], []
     with override(**check_options(options)):
-        graphs = tuple(stages.recorded(lowering, chips) for lowering in recorded.lowerings)
-    return Report(target, graphs, recorded, tpu_compile.stats())
+        for lowering in recorded.lowerings:
+            try:
+                graphs.append(stages.recorded(lowering, chips))
+            except OutOfMemory as error:
+                misfits.append((lowering.name, misfit(error)))
+    return tuple(graphs), tuple(misfits)
+
+
+def _traced(target: Target, options: Mapping[str, str], chips: str) -> Report:
+    tpu_compile.reset_stats()
+    traced = stages.trace(target.model, *target.args, **target.kwargs)
+    graphs, misfits = [], []
+    try:
+        graphs.append(traced.lower("tpu").compile(options, target=chips))
+    except OutOfMemory as error:
+        misfits.append((traced.tracing.name, misfit(error)))
+    return Report(target, tuple(graphs), Recorder(), tpu_compile.stats(), chips, tuple(misfits))
 
 
 # ---- for programs
@@ -74,9 +116,19 @@ def describe(report: Report, top: int) -> dict[str, Any]:
         "model": _model(report.target.model),
         "platform": _platform(report),
         "graphs": [_graph(graph, top) for graph in report.graphs],
+        **_on_target(report, top),
         "graph_breaks": _breaks(report),
         "on_the_cpu": [asdict(gap) for gap in report.recorded.gaps],
         "stats": dict(report.stats),
+    }
+
+
+def _on_target(report: Report, top: int) -> dict[str, Any]:
+    if report.chips.partition(":")[0] not in CHIPS:
+        return {}
+    return {
+        "on_target": [described(graph, report.chips, top) for graph in report.graphs],
+        "do_not_fit": [{"name": name, **described_fit(fit)} for name, fit in report.misfits],
     }
 
 
@@ -152,24 +204,28 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 def show(report: Report, top: int) -> None:
     """Print the summary."""
-    described = describe(report, top)
-    model = described["model"]
-    _line("target", described["target"])
+    found = describe(report, top)
+    model = found["model"]
+    _line("target", found["target"])
     _line("model", f"{model['class']}, {number(model['parameters'])} parameters ({size(model['parameter_bytes'])})")
-    _line("platform", " · ".join(dict.fromkeys(described["platform"].values())))
-    _line("graphs", f"{len(report.graphs)}, {_plural(len(described['graph_breaks']), 'graph break')}")
-    for reason in described["graph_breaks"]:
+    _line("platform", " · ".join(dict.fromkeys(found["platform"].values())))
+    _line("graphs", f"{len(report.graphs)}, {_plural(len(found['graph_breaks']), 'graph break')}")
+    for reason in found["graph_breaks"]:
         _line("", reason)
     gaps = report.recorded.gaps
     _line("on the CPU", f"{_plural(len(gaps), 'op')} that nothing lowers" if gaps else "nothing")
     for gap in gaps:
         _line("", f"{gap.op}: {gap.reason}, at {gap.where}")
-    for index, graph in enumerate(described["graphs"], 1):
-        _show_graph(f"graph {index} of {len(report.graphs)}", graph)
-    _show_environment([graph["key"] for graph in described["graphs"]])
+    for index, graph in enumerate(found["graphs"], 1):
+        _show_graph(f"graph {index} of {len(report.graphs)}", graph, found.get("on_target"))
+        if "on_target" in found:
+            on_target.show(found["on_target"][index - 1])
+    for each in found.get("do_not_fit", ()):
+        on_target.show_misfit(each["name"], each)
+    _show_environment([graph["key"] for graph in found["graphs"]])
 
 
-def _show_graph(title: str, graph: Mapping[str, Any]) -> None:
+def _show_graph(title: str, graph: Mapping[str, Any], there: Any) -> None:
     click.echo()
     _line(title, graph["name"])
     tiers = ", ".join(f"{count} {tier}" for tier, count in graph["ops"].items()) or "none"
@@ -192,7 +248,8 @@ def _show_graph(title: str, graph: Mapping[str, Any]) -> None:
     if graph["ffi_handlers"]:
         _line("  calls", ", ".join(graph["ffi_handlers"]))
     _show_key(graph["key"])
-    _show_largest(graph["largest_ops"])
+    if not there:
+        _show_largest(graph["largest_ops"])
 
 
 def _memory(memory: Mapping[str, int], constants: int) -> str:

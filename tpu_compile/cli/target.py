@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -123,6 +124,46 @@ def _factory(module: ModuleType, name: str, place: str) -> Callable[[], Any]:
     return factory
 
 
+def factory(text: str) -> Callable[..., Any]:
+    """The factory named on the command line, not called; its result is checked when it is. Of a ``.pt2`` file, one that
+    returns what it holds.
+
+    Raises:
+        BadTarget, FactoryFailed: as ``load``.
+    """
+    if text.endswith(".pt2"):
+        found = _exported(Path(text))
+        return lambda: (found.model, found.args, found.kwargs)
+    place, separator, name = text.rpartition(":")
+    if not separator or not place or not name:
+        raise BadTarget(f"{text!r} is no target. {HELP}")
+    made = _factory(_module(place), name, place)
+
+    @functools.wraps(made)
+    def checked(**arguments: Any) -> Any:
+        return _checked(text, made(**arguments))
+
+    return checked
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def guarded(text: str, call: _Call) -> _Call:
+    """``call``, which calls the factory named ``text``, with what that raises reported as the user's."""
+
+    @functools.wraps(call)
+    def guard(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except click.ClickException:
+            raise
+        except Exception as error:
+            raise FactoryFailed(f"{text}()", error, __file__) from error
+
+    return guard  # type: ignore[return-value]
+
+
 def _called(text: str, factory: Callable[[], Any]) -> Target:
     import torch
 
@@ -131,6 +172,12 @@ def _called(text: str, factory: Callable[[], Any]) -> Target:
         made = factory()
     except Exception as error:
         raise FactoryFailed(f"{text}()", error, __file__) from error
+    model, args, kwargs = _checked(text, made)
+    return Target(text, model, tuple(args), dict(kwargs))
+
+
+def _checked(text: str, made: Any) -> tuple[Any, Any, Any]:
+    """What a factory returned, as (model, args, kwargs)."""
     if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
         raise BadTarget(f"{text}() returned {_describe(made)}; it must return (model, args) or (model, args, kwargs).")
     model, args, kwargs = (*made, {}) if len(made) == 2 else made
@@ -138,7 +185,7 @@ def _called(text: str, factory: Callable[[], Any]) -> Target:
         raise BadTarget(
             f"{text}() returned {_describe(made)}; args must be a tuple, as in (model, (x,)), and kwargs a dict."
         )
-    return Target(text, model, tuple(args), dict(kwargs))
+    return model, args, kwargs
 
 
 def _describe(made: Any) -> str:
