@@ -20,7 +20,7 @@ from rich.console import Console
 
 import tpu_compile
 
-PARTS = ("import", "calls", *sections.NETWORKS, "lowering", "first-call")
+PARTS = ("import", "calls", *sections.NETWORKS, "decode", "lowering", "first-call")
 
 
 def chosen(text: str) -> tuple[str, ...]:
@@ -49,6 +49,8 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
     for name in sections.NETWORKS:
         if name in parts:
             yield sections.steady(name, settings)
+    if "decode" in parts:
+        yield sections.decoding(settings)
     if "lowering" in parts:
         yield sections.lowering(settings)
     if "first-call" in parts:

@@ -141,8 +141,26 @@ def index_put(
     if not math.prod(spots.shape):
         return x
     values = hlo.broadcast(_without_leading_ones(values, len(spots.shape)), spots.shape)
+    if len(given) == 1 and hlo.numel(given[0]) == 1 and not accumulate:
+        return _put_slice(x, [index is not None for index in indices].index(True), given[0], values)
     combine = "add" if accumulate else "second"
     return scatter_at(x, spots.vectors, values, combine, update_window=spots.window, dims=spots.dims)
+
+
+def _put_slice(x: Value, at: int, index: Value, values: Value) -> Value:
+    """One place on one axis, in a loop of one turn, or none if it is out of range: a loop's state is written in place,
+    where XLA copies ``x`` for a scatter, and for a slice that is read afterwards."""
+    sizes = hlo.shape(x)
+    place = hlo.index_operand(hlo.wrap_negative(hlo.reshape(index, []), sizes[at]), max(sizes))
+    zero = hlo.full_like(place, 0)
+    update = hlo.reshape(values, [1 if axis == at else size for axis, size in enumerate(sizes)])
+    starts = [place if axis == at else zero for axis in range(len(sizes))]
+    inside = stablehlo.and_(hlo.compare(place, zero, "GE"), hlo.compare(place, hlo.full_like(place, sizes[at]), "LT"))
+
+    def put(_: Value, x: Value) -> list[Value]:
+        return [hlo.scalar(False, torch.bool), hlo.dynamic_update_slice(x, update, starts)]
+
+    return hlo.while_([inside, x], lambda going, _: going, put)[1]
 
 
 @lowers(aten._unsafe_masked_index_put_accumulate.default)

@@ -67,6 +67,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     for model in ("bert", "llama", "resnet"):
         ratio("steady", model, "tpu", "jax", 1.10)
         absolute("lowering, warm", model, "tpu", 60.0, "µs/node")
+    ratio("decode", "llama", "tpu", "jax", 1.10)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tpu_compile
-from benchmarks import contenders, first_call, torch_models
+from benchmarks import contenders, decode, first_call, torch_models
 from benchmarks.report import Row
 from benchmarks.timing import in_turn
 
@@ -48,6 +48,12 @@ def steady(name: str, settings: Settings) -> list[Row]:
     times = in_turn(contenders.contenders(name, settings.backends), settings.rounds, settings.seconds)
     torch._dynamo.reset()
     return [Row("steady", name, system, 1e3 * value, "ms") for system, value in times.items()]
+
+
+def decoding(settings: Settings) -> list[Row]:
+    """Milliseconds a token of a Llama, greedy, batch 1; the prompt is part of it."""
+    times = decode.seconds_a_token(200, max(3, settings.rounds // 3))
+    return [Row("decode", "llama", system, 1e3 * value, "ms/token") for system, value in times.items()]
 
 
 def lowering(settings: Settings) -> list[Row]:

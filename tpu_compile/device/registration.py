@@ -53,7 +53,6 @@ OWN: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": copies.item,
     "equal": copies.equal,
     "native_batch_norm": norms.native_batch_norm,
-    "_fused_sdp_choice": attention.choice,
     "_has_compatible_shallow_copy_type": lambda a, b: True,  # .to() keeps Parameters: ties, grads, optimizers
 }
 """Kernels that run no program of their own."""
@@ -81,6 +80,7 @@ class Registration:
             modes.choose(config.eager_mode)
         self._autocast.register()
         fakes.register()
+        attention.register(self._library)
         for name, op in _overloads():
             function = self._kernel(name, op)
             if function is not None:
