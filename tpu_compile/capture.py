@@ -22,10 +22,12 @@ from torch.fx import GraphModule
 
 from tpu_compile import compiler, views
 from tpu_compile.compiler import compile_graph
+from tpu_compile.config import config
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import WhenNeeded
 from tpu_compile.lowering.picks import sum_picks
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
+from tpu_compile.lowering.recompute import asks_for_recomputation, recompute_late
 from tpu_compile.warm.autograd import Keeper
 
 
@@ -97,9 +99,16 @@ def forget_donated_buffers() -> None:
 
 
 def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-    """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys."""
+    """torch's min-cut partitioner, on a graph whose random ops have become pure functions of saved keys. Where
+    activations are to be computed again, the backward does so only when it needs them."""
     functionalize_random(joint)
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    budget = min(config.activation_memory_budget, functorch_config.activation_memory_budget)
+    with functorch_config.patch(activation_memory_budget=budget):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    if budget < 1 or asks_for_recomputation(joint):
+        static = kwargs.get("static_lifetime_input_indices") or ()
+        recompute_late(backward, {f"primals_{index + 1}" for index in static})
+    return forward, backward
 
 
 def aot_graphs(

@@ -47,6 +47,13 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2]])
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError("expected a number above 0 and at most 1")
+    return value
+
+
 def _pairs(text: str) -> dict[str, str]:
     return dict(item.split("=", 1) for item in text.split(",") if item.strip())
 
@@ -185,12 +192,20 @@ KNOBS: dict[str, Knob] = {
             "Who turns graphs into StableHLO: our own rules, or torch-mlir, a second opinion with half the operators.",
             keyed=True,
         ),
+        _knob(
+            "activation_memory_budget",
+            _share,
+            1.0,
+            "Part of the activations' memory, above 0, that a backward may rely on: the rest is computed again.",
+            keyed=True,
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
 OPTIONS = frozenset(
-    "excess_precision xla_options optimization_level debug_checks lowering cache dump_to log_compiles platform".split()
+    "activation_memory_budget excess_precision xla_options optimization_level debug_checks lowering cache dump_to "
+    "log_compiles platform".split()
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 

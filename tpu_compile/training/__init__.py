@@ -1,0 +1,1 @@
+"""A training step as one program: ``tpu_compile.train_step``."""
