@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tpu_compile.cache.disk import is_digest
 from tpu_compile.cache.entry import Rejected, decode, without_hits
-from tpu_compile.cache.store import CacheStore
+from tpu_compile.cache.store import PICKLED, CacheStore, kind
 from tpu_compile.errors import CacheError
 
 _PREFIX = "entries/"
@@ -94,6 +94,9 @@ def _import(store: CacheStore, digest: str, data: bytes, result: Transfer) -> No
         entry = decode(data, digest, store.secret)
     except Rejected as fault:
         result.refused[digest] = str(fault)
+        return
+    if kind(entry.header.parts) in PICKLED:
+        result.refused[digest] = "it is pickled by torch: such entries are made where they are used"
         return
     if not store.write(entry.header, [data]):
         result.refused[digest] = "it could not be written, or is larger than the cache may be"

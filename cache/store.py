@@ -34,8 +34,10 @@ PROGRAM, TRACED, AHEAD = "graph", "traced", "function"
 """Labels that only the keys of lowered programs have, of traced graphs, and of functions that were compiled ahead of
 time. An entry without one holds an executable."""
 _KINDS = {PROGRAM: "program", TRACED: "trace", AHEAD: "function"}
+PICKLED = frozenset({"trace", "function"})
+"""Kinds whose payload torch unpickles: they stay where they were made."""
 _EVENTS = {"disk": "compilation_cache", "lowering": "lowering_cache", "tracing": "tracing_cache"}
-_TRACING_SHARE = 10
+TRACING_SHARE = 10
 """Of the size cap, one part in so many is for what tracing made."""
 
 
@@ -189,7 +191,7 @@ class CacheStore:
         """Entries, bytes, hits and seconds saved, over all that is stored."""
         return housekeeping.summarize(self.folder, self.entries(of=""), self.max_size)
 
-    def look(self, key: CacheKey) -> Entry | None:
+    def look(self, key: CacheKey | Header) -> Entry | None:
         """The entry in this directory, checked, or None; nothing is counted."""
         with contained("read cache entry", self.folder.path(key.digest)):
             try:
@@ -296,7 +298,7 @@ def _open(directory: Path, max_size: int, remote: Remote | None, counts: str) ->
 def tracing_store(store: CacheStore) -> CacheStore:
     """The store of what tracing made, in a folder of its own below the cache: pickled by torch, so it is neither
     exported nor shared."""
-    cap = store.max_size // _TRACING_SHARE
+    cap = store.max_size // TRACING_SHARE
     return CacheStore(store.folder.root / "tracing", cap, counts="tracing")
 
 

@@ -142,10 +142,10 @@ def _store(store: CacheStore, key: CacheKey, executable: Any, seconds: float, pr
         except DeviceError as error:
             log.warning("%s cannot be kept in the cache: %s", program.name, error)
             return
-        store.put(key, payload, compile_seconds=seconds, metadata=_metadata(program))
+        store.put(key, payload, compile_seconds=seconds, metadata=metadata(program))
 
 
-def _metadata(program: Program) -> dict[str, Any]:
+def metadata(program: Program) -> dict[str, Any]:
     """What an entry says about its program: for people, and for ``explain``, to whom two digests say nothing."""
     return {
         "arguments": list(map(str, program.inputs)),
@@ -157,7 +157,7 @@ def _metadata(program: Program) -> dict[str, Any]:
 def _explain(store: CacheStore, key: CacheKey, program: Program) -> None:
     from tpu_compile.cache.explain import explain_miss
 
-    reason = explain_miss(store, key, _metadata(program))
+    reason = explain_miss(store, key, metadata(program))
     if reason:
         log.warning("cache miss of %s: %s", key.name, reason)
 

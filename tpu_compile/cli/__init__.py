@@ -18,11 +18,12 @@ from tpu_compile.errors import ConfigError, TpuCompileError, nearest, plain
 COMMANDS = {
     "inspect": ("inspect:inspect", "What a model becomes: graphs, StableHLO, HLO, costs, memory, cache key."),
     "export": ("export:export", "A model as one file that tpu_compile.load runs without the model's code."),
+    "aot": ("warming:aot", "Compile and store a model, so that a new process starts without tracing."),
     "compare": ("compare:compare", "Prove that compiled equals eager on your model, or find the op that differs."),
     "ops": ("ops:ops", "How each aten operator is lowered."),
     "doctor": ("doctor:doctor", "What is installed, what will be used, and what is wrong."),
     "config": ("knobs:config", "Every setting with its value and where it came from."),
-    "cache": ("cache:cache", "Compiled programs on disk: list, explain, verify, prune, clear, export, import."),
+    "cache": ("cache:cache", "Compiled programs on disk: list, explain, verify, warm, prune, clear, export, import."),
 }
 """Name → (module of this package: function in it, what ``--help`` says)."""
 

@@ -11,17 +11,20 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tpu_compile.cache import CacheStore, EntryInfo, nearest
+from tpu_compile.cache import CacheStore, EntryInfo, Problem, Removed, nearest
 from tpu_compile.cache.archive import Transfer, export_archive, import_archive
 from tpu_compile.cache.explain import bullets, described, is_hash
+from tpu_compile.cache.store import TRACING_SHARE, tracing_store
 from tpu_compile.cli.tables import size as _bytes
 from tpu_compile.cli.tables import table
+from tpu_compile.cli.warming import warm
 from tpu_compile.config import KNOBS
 from tpu_compile.errors import CacheError, ConfigError
 
@@ -56,6 +59,9 @@ def cache(ctx: click.Context, directory: Path | None) -> None:
     ctx.obj = CacheStore(directory)
 
 
+cache.add_command(warm)
+
+
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
     """What the system refuses, as an error with one line."""
@@ -66,18 +72,36 @@ def _explained() -> Iterator[None]:
 
 
 @cache.command("ls")
+@click.option("--all", "everything", is_flag=True, help="Also lowered programs, traces and functions of aot.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @click.pass_obj
-def list_entries(store: CacheStore, as_json: bool) -> None:
-    """List the entries, most recently used first."""
+def list_entries(store: CacheStore, everything: bool, as_json: bool) -> None:
+    """List the executables, most recently used first."""
     with _explained():
-        infos = list(store.entries())
+        infos = [info for each in _stores(store) for info in each.entries(of="")]
+    shown = sorted(infos if everything else _executables(infos), key=lambda info: info.used, reverse=True)
     if as_json:
-        click.echo(json.dumps([_record(info) for info in infos], indent=1))
+        click.echo(json.dumps([_record(info) for info in shown], indent=1))
         return
     columns = ("key", "name", "arguments", "platform", "size", "last used", "hits", "saved")
-    table(columns, [_row(info) for info in infos], right=frozenset({4, 6, 7}))
-    click.echo(f"{len(infos)} entries, {_bytes(sum(info.size for info in infos))} in {store.folder.root}")
+    if everything:
+        table((*columns, "kind"), [(*_row(info), info.kind) for info in shown], right=frozenset({4, 6, 7}))
+    else:
+        table(columns, [_row(info) for info in shown], right=frozenset({4, 6, 7}))
+    click.echo(f"{len(shown)} entries, {_bytes(sum(info.size for info in shown))} in {store.folder.root}")
+    rest = len(infos) - len(shown)
+    if rest:
+        more = _bytes(sum(info.size for info in infos) - sum(info.size for info in shown))
+        click.echo(f"--all shows {rest} more, {more}: lowered programs, traces and functions that were compiled ahead.")
+
+
+def _stores(store: CacheStore) -> tuple[CacheStore, CacheStore]:
+    """The cache, and what torch pickled below it."""
+    return store, tracing_store(store)
+
+
+def _executables(infos: Sequence[EntryInfo]) -> list[EntryInfo]:
+    return [info for info in infos if info.kind == "executable"]
 
 
 @cache.command()
@@ -111,13 +135,16 @@ def explain(store: CacheStore, key: str, as_json: bool) -> None:
 
 @cache.command()
 @click.option("--repair", is_flag=True, help="Remove what cannot be used.")
+@click.option("--check-contents", is_flag=True, help="Also compile executables anew and compare what they compute.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array, for programs.")
 @click.pass_obj
-def verify(store: CacheStore, repair: bool, as_json: bool) -> None:
+def verify(store: CacheStore, repair: bool, check_contents: bool, as_json: bool) -> None:
     """Read and check every entry. Exit status 1 when something is wrong with one."""
     with _explained():
-        problems = store.verify(remove=repair)
-        total = len(store.folder.scan())
+        problems = [problem for each in _stores(store) for problem in each.verify(remove=repair)]
+        if check_contents:
+            problems += _check_contents(store, repair, quiet=as_json)
+        total = sum(len(each.folder.scan()) for each in _stores(store))
     if as_json:
         click.echo(json.dumps([{**dataclasses.asdict(p), "path": str(p.path)} for p in problems], indent=1))
     else:
@@ -128,6 +155,23 @@ def verify(store: CacheStore, repair: bool, as_json: bool) -> None:
     sys.exit(1 if problems else 0)
 
 
+def _check_contents(store: CacheStore, repair: bool, quiet: bool) -> list[Problem]:
+    """Executables that do not compute what their program, compiled anew, computes."""
+    from tpu_compile.cli.progress import progress
+    from tpu_compile.warm.checking import check
+
+    with progress("compiling anew"):
+        checked = list(check(store))
+    wrong = [one for one in checked if one.fault]
+    for one in wrong if repair else ():
+        store.folder.remove(one.digest)
+    if not quiet:
+        rest = len(list(store.entries())) - len(checked) + len(wrong) * repair
+        left = f"; {rest} are of another platform or options, or their program is not here" if rest else ""
+        click.echo(f"{len(checked)} executables compared with a fresh compile{left}.")
+    return [Problem(store.folder.path(one.digest), "contents", f"{_printable(one.name)}: {one.fault}") for one in wrong]
+
+
 @cache.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for programs.")
 @click.pass_obj
@@ -135,13 +179,18 @@ def stats(store: CacheStore, as_json: bool) -> None:
     """What the cache holds and what it has saved."""
     with _explained():
         figures = store.stats()
+        kinds = Counter(info.kind for each in _stores(store) for info in each.entries(of=""))
+        traced = tracing_store(store).stats()
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(figures), "directory": str(figures.directory)}, indent=1))
+        described = {**dataclasses.asdict(figures), "directory": str(figures.directory)}
+        click.echo(json.dumps({**described, "kinds": kinds, "tracing_bytes": traced.bytes}, indent=1))
         return
     cap = _bytes(figures.max_size) if figures.max_size else "no cap"
     click.echo(f"directory        {figures.directory}")
     click.echo(f"entries          {figures.entries}")
     click.echo(f"size             {_bytes(figures.bytes)} of {cap}; {_bytes(figures.payload_bytes)} uncompressed")
+    click.echo(f"of which         {', '.join(f'{number} {kind}s' for kind, number in sorted(kinds.items()))}")
+    click.echo(f"tracing          {_bytes(traced.bytes)} more; pickled by torch, so neither exported nor shared")
     click.echo(f"hits             {figures.hits}")
     click.echo(f"compiling        {_duration(figures.compile_seconds)} spent, {_duration(figures.seconds_saved)} saved")
     if figures.entries:
@@ -157,8 +206,15 @@ def prune(store: CacheStore, max_size: int | None, older_than: float | None) -> 
     if max_size is None and older_than is None:
         max_size = store.max_size or None
     with _explained():
-        removed = store.prune(max_size=max_size, older_than=older_than)
-    click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}.")
+        removed = [
+            store.prune(max_size=max_size, older_than=older_than),
+            tracing_store(store).prune(max_size=max_size and max_size // TRACING_SHARE, older_than=older_than),
+        ]
+    click.echo(f"Removed {_total(removed)}.")
+
+
+def _total(removed: Sequence[Removed]) -> str:
+    return f"{sum(r.entries for r in removed)} entries, {_bytes(sum(r.bytes for r in removed))}"
 
 
 @cache.command()
@@ -166,15 +222,18 @@ def prune(store: CacheStore, max_size: int | None, older_than: float | None) -> 
 def clear(store: CacheStore) -> None:
     """Remove every entry."""
     with _explained():
-        removed = store.clear()
-    click.echo(f"Removed {removed.entries} entries, {_bytes(removed.bytes)}, from {store.folder.root}.")
+        removed = [each.clear() for each in _stores(store)]
+    click.echo(f"Removed {_total(removed)}, from {store.folder.root}.")
 
 
 @cache.command("export")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.pass_obj
 def export_file(store: CacheStore, file: Path) -> None:
-    """Write all sound entries into FILE (.tar, .tar.gz or .zip), to be imported on other machines."""
+    """Write all sound entries into FILE (.tar, .tar.gz or .zip), to be imported on other machines.
+
+    Executables and lowered programs, that is; what torch has pickled (traces, functions of aot) stays here.
+    """
     with _explained():
         result = export_archive(store, file)
     _report_transfer(result, f"Exported {result.copied} entries, {_bytes(result.bytes)}, to {file}.")

@@ -73,6 +73,7 @@ class Ahead:
     Attributes:
         name: of the function or module.
         found: an earlier process had stored it.
+        stored: its key in the cache; empty if it is not there.
         why_not: why it is compiled at its first call instead; empty if it is compiled.
     """
 
@@ -84,7 +85,7 @@ class Ahead:
         dynamic: bool | None,
         options: Mapping[str, Any],
     ) -> None:
-        self.name, self.found, self.why_not = structure.name(model), False, ""
+        self.name, self.found, self.stored, self.why_not = structure.name(model), False, "", ""
         self._model, self._hooked = model, partial(structure.hooked, model)
         self._compile_anew = partial(torch.compile, model, backend="tpu", dynamic=dynamic, options=dict(options))
         self._anew: Callable[..., Any] | None = None
@@ -127,7 +128,9 @@ class Ahead:
         place = _Place(tracing_store(store), CacheKey.of(self.name, parts))
         found = place.find(function, args, kwargs)
         self.found = found is not None
-        return found or self._compiled(function, args, kwargs, dynamic, place)
+        ready = found or self._compiled(function, args, kwargs, dynamic, place)
+        self.stored = place.key.digest if self.found or place.kept else ""
+        return ready
 
     def _compiled(
         self,
@@ -157,7 +160,7 @@ class _Place:
     """Where one function is stored."""
 
     def __init__(self, store: CacheStore, key: CacheKey) -> None:
-        self.store, self.key = store, key
+        self.store, self.key, self.kept = store, key, False
 
     def find(self, function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Start | None:
         """What is stored, if it is sound and its guards hold for these arguments."""
@@ -183,7 +186,7 @@ class _Place:
     def put(self, payload: bytes, notes: Mapping[str, Any], seconds: float) -> None:
         """Store it, unless a source file of ours has changed since this process read it."""
         if sources.unchanged():
-            self.store.put(self.key, payload, compile_seconds=seconds, metadata=notes, even_if_quick=True)
+            self.kept = self.store.put(self.key, payload, compile_seconds=seconds, metadata=notes, even_if_quick=True)
 
 
 def _broken(ready: Start, scope: dict[str, Any]) -> str:
