@@ -11,6 +11,7 @@ from jaxlib.mlir.dialects import chlo, stablehlo
 
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
+from tpu_compile.lowering.folding import batched_product
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.registry import lowers
 
@@ -30,6 +31,9 @@ def mm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
 
 @lowers(aten.bmm.default)
 def bmm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
+    if ctx.family == "tpu":
+        kind = hlo.dtype(x)
+        return hlo.convert(batched_product(x, mat2, dtypes.opmath(kind)), kind)
     return product(x, mat2, ((2,), (1,)), ((0,), (0,)))
 
 
@@ -60,7 +64,26 @@ def baddbmm(ctx: LoweringContext, x: Value, batch1: Value, batch2: Value, *, bet
 
 @lowers(aten.addbmm.default)
 def addbmm(ctx: LoweringContext, x: Value, batch1: Value, batch2: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
-    return _add_product(ctx, x, batch1, batch2, ((0, 2), (0, 1)), ((), ()), beta, alpha)
+    if hlo.dtype(x).itemsize > 2 or not hlo.numel(batch1) or ctx.family != "cpu":
+        return _add_product(ctx, x, batch1, batch2, ((0, 2), (0, 1)), ((), ()), beta, alpha)
+    # torch's CPU kernel adds one matrix after the other to a 16-bit result
+    products = hlo.dot_general(batch1, batch2, ((2,), (1,)), ((0,), (0,)), out=torch.float32)
+    count, *sizes = hlo.shape(products)
+    if alpha != 1:
+        products = stablehlo.multiply(products, hlo.full_like(products, alpha))
+    start = hlo.broadcast(hlo.convert(x, torch.float32), sizes)
+    if beta != 1:  # with beta 0 x is not read
+        start = stablehlo.multiply(start, hlo.full_like(start, beta)) if beta else hlo.full(0, torch.float32, sizes)
+
+    def add(i: Value, products: Value, total: Value) -> list[Value]:
+        zero = hlo.scalar(0, torch.int32)
+        term = hlo.reshape(hlo.dynamic_slice(products, [i, zero, zero], [1, *sizes]), sizes)
+        total = hlo.convert(hlo.convert(stablehlo.add(total, term), ctx.out.dtype), torch.float32)
+        return [stablehlo.add(i, hlo.scalar(1, torch.int32)), products, total]
+
+    carries = [hlo.scalar(0, torch.int32), products, start]
+    total = hlo.while_(carries, lambda i, *_: hlo.compare(i, hlo.scalar(count, torch.int32), "LT"), add)[2]
+    return hlo.convert(total, ctx.out.dtype)
 
 
 @lowers(aten._addmm_activation.default)

@@ -1,0 +1,88 @@
+"""Products of operands that were permuted and reshaped to matrices (``torch.einsum``, ``torch.matmul``): contracted
+where their axes stood, since undoing a merge of axes that do not lie together is a copy on a TPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from tpu_compile.lowering import hlo
+from tpu_compile.lowering.hlo import Value
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A value's axes as groups of axes of ``base``, in order; no axis of ``base`` has size 1."""
+
+    base: Value
+    groups: tuple[tuple[int, ...], ...]
+
+    def sizes(self, axis: int) -> list[int]:
+        """What the axis is the product of."""
+        return [hlo.shape(self.base)[i] for i in self.groups[axis]]
+
+
+def fold(x: Value) -> Folded:
+    """What ``x`` was before it was permuted and its axes were merged."""
+    base, groups = x, [[i] for i in range(hlo.rank(x))]
+    while (step := _undo(base)) is not None:
+        base, mapping = step
+        groups = [[axis for i in group for axis in mapping[i]] for group in groups]
+    shape = hlo.shape(base)
+    kept = [i for i, size in enumerate(shape) if size != 1]
+    place = {axis: i for i, axis in enumerate(kept)}
+    squeezed = hlo.reshape(base, [shape[i] for i in kept])
+    return Folded(squeezed, tuple(tuple(place[i] for i in group if i in place) for group in groups))
+
+
+def _undo(x: Value) -> tuple[Value, list[list[int]]] | None:
+    """The operand of the permutation or merge that made ``x``, and the operand's axes behind each axis of ``x``."""
+    op = x.owner.opview if isinstance(x.owner, ir.Operation) else x.owner
+    if isinstance(op, stablehlo.TransposeOp):
+        return op.operand, [[int(i)] for i in op.permutation]
+    if isinstance(op, stablehlo.ReshapeOp):
+        merged = _merged(hlo.shape(op.operand), hlo.shape(x))
+        return None if merged is None else (op.operand, merged)
+    return None
+
+
+def _merged(before: Sequence[int], after: Sequence[int]) -> list[list[int]] | None:
+    """The axes that each axis of a reshaped value is made of; None if one was split, or there are no elements."""
+    if not math.prod(before):
+        return None
+    groups: list[list[int]] = []
+    rest = [i for i, size in enumerate(before) if size != 1]
+    for size in after:
+        group: list[int] = []
+        while size != math.prod(before[i] for i in group):
+            if not rest:
+                return None
+            group.append(rest.pop(0))
+            if size % math.prod(before[i] for i in group):
+                return None
+        groups.append(group)
+    return groups
+
+
+def batched_product(a: Value, b: Value, out: torch.dtype) -> Value:
+    """[B, M, K] times [B, K, N] in dtype ``out``, on the axes that they were made of where both agree on them."""
+    left, right = fold(a), fold(b)
+    if not _worthwhile(left, right) or left.sizes(0) != right.sizes(0) or left.sizes(2) != right.sizes(1):
+        return hlo.dot_general(a, b, ((2,), (1,)), ((0,), (0,)), out=out)
+    batch, contract = (left.groups[0], right.groups[0]), (left.groups[2], right.groups[1])
+    result = hlo.dot_general(left.base, right.base, contract, batch, out=out)
+    places, start = list(range(len(batch[0]))), len(batch[0])
+    for free in (left.groups[1], right.groups[2]):
+        places += [start + sorted(free).index(axis) for axis in free]
+        start += len(free)
+    return hlo.reshape(hlo.transpose(result, places), [hlo.shape(a)[0], hlo.shape(a)[1], hlo.shape(b)[2]])
+
+
+def _worthwhile(*operands: Folded) -> bool:
+    """Whether axes were merged: a permutation alone is no copy."""
+    return any(len(group) > 1 for operand in operands for group in operand.groups)

@@ -1,0 +1,46 @@
+"""Products on the axes that their operands were made of: what a TPU is given, run here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tpu_compile
+from tpu_compile import compiler
+from tpu_compile.calling import CallPlan
+
+EINSUMS = {
+    "experts": ("tw,ewi->eti", (6, 4), (3, 4, 5)),
+    "experts back": ("eti,eiw->tw", (3, 6, 5), (3, 5, 4)),
+    "heads": ("bqhd,bkhd->bhqk", (2, 5, 3, 4), (2, 6, 3, 4)),
+    "mixed": ("bhqk,bkhd->bqhd", (2, 3, 5, 6), (2, 6, 3, 4)),
+    "two summed": ("abcd,dbe->ace", (2, 3, 4, 5), (5, 3, 6)),
+    "size one": ("abc,bcd->ad", (1, 3, 1), (3, 1, 4)),
+    "order of sums differs": ("abcd,cbe->ade", (2, 3, 4, 5), (4, 3, 6)),
+    "empty": ("ab,bc->ac", (0, 3), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+def test_einsum_for_a_tpu(name, dtype):
+    equation, *shapes = EINSUMS[name]
+    a, b = (torch.arange(math.prod(s)).reshape(s).remainder(7).sub(3).to(dtype) for s in shapes)
+
+    def product(a, b):
+        return torch.einsum(equation, a, b)
+
+    traced = tpu_compile.trace(product, a, b)
+    program = traced.lower("tpu").program
+    built = compiler.runtime.executable(program, compiler.options_in_force())
+    (result,) = CallPlan(program, built.executable, built.client)([a, b])
+    torch.testing.assert_close(result, product(a.double(), b.double()).to(dtype), rtol=0, atol=0)
+
+
+def test_axes_are_contracted_where_they_stand():
+    x, weights = torch.ones(6, 4), torch.ones(3, 4, 5)
+    traced = tpu_compile.trace(lambda x, w: torch.einsum("tw,ewi->eti", x, w), x, weights)
+    text = traced.lower("tpu").as_text()
+    assert "(tensor<6x4xf32>, tensor<3x4x5xf32>) -> tensor<6x3x5xf32>" in text
