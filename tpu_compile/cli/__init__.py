@@ -20,6 +20,8 @@ COMMANDS = {
     "export": ("export:export", "A model as one file that tpu_compile.load runs without the model's code."),
     "aot": ("warming:aot", "Compile and store a model, so that a new process starts without tracing."),
     "compare": ("compare:compare", "Prove that compiled equals eager on your model, or find the op that differs."),
+    "estimate": ("estimate:estimate", "Step time, memory, largest batch and cost on TPUs that are not here."),
+    "advise": ("advise:advise", "What to change about a model for a TPU, with the gain that compiling it shows."),
     "ops": ("ops:ops", "How each aten operator is lowered."),
     "doctor": ("doctor:doctor", "What is installed, what will be used, and what is wrong."),
     "config": ("knobs:config", "Every setting with its value and where it came from."),
