@@ -1,11 +1,12 @@
 """Scaled dot-product attention and its gradient, kept whole.
 
-Scores of 16-bit data are float32. Query heads that share a key head are folded into its rows: keys are never copied.
+Scores of 16-bit data are float32. Query heads that share a key head have an axis of their own: keys are never copied.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,28 +24,44 @@ _HEADS = ((0, 1), (0, 1))
 
 
 def scores(query: Value, key: Value, mask: Value | None, causal: bool, scale: float | None) -> Value:
-    """``scale * query @ key.T + mask``: [B, H, L, S] in the widened dtype; -inf where masked."""
+    """``scale * query @ key.T + mask``: [B, H, L, S], or as ``by_key_head`` has it, in the widened dtype; -inf where
+    masked."""
     kind = dtypes.opmath(hlo.dtype(query))
-    b, h, length, width = hlo.shape(query)
-    s = hlo.shape(key)[2]
-    raw = hlo.dot_general(by_key_head(query, key), key, ((3,), (3,)), _HEADS, out=kind)
-    raw = hlo.reshape(raw, [b, h, length, s])
+    width = hlo.shape(query)[3]
+    grouped = by_key_head(query, key)
+    raw = hlo.dot_general(grouped, key, ((hlo.rank(grouped) - 1,), (3,)), _HEADS, out=kind)
     raw = stablehlo.multiply(raw, hlo.full_like(raw, 1 / math.sqrt(max(width, 1)) if scale is None else scale))
+    sizes = hlo.shape(raw)
+    if mask is not None:
+        mask = _mask_by_key_head(mask, query, key)
     if mask is not None and hlo.dtype(mask) == torch.bool:
-        raw = hlo.select(hlo.broadcast(mask, hlo.shape(raw)), raw, hlo.full_like(raw, -math.inf))
+        raw = hlo.select(hlo.broadcast(mask, sizes), raw, hlo.full_like(raw, -math.inf))
     elif mask is not None:
-        raw = stablehlo.add(raw, hlo.broadcast(hlo.convert(mask, kind), hlo.shape(raw)))
+        raw = stablehlo.add(raw, hlo.broadcast(hlo.convert(mask, kind), sizes))
     if causal:
-        seen = hlo.compare(hlo.iota([length, s], 0), hlo.iota([length, s], 1), "GE")
-        raw = hlo.select(hlo.broadcast(seen, hlo.shape(raw)), raw, hlo.full_like(raw, -math.inf))
+        seen = hlo.compare(hlo.iota(sizes[-2:], 0), hlo.iota(sizes[-2:], 1), "GE")
+        raw = hlo.select(hlo.broadcast(seen, sizes), raw, hlo.full_like(raw, -math.inf))
     return raw
 
 
 def by_key_head(x: Value, key: Value) -> Value:
-    """[B, H, L, ...] as [B, key heads, L * queries that share a key head, ...]."""
-    b, h, length, width = hlo.shape(x)
+    """[B, H, L, ...] as [B, key heads, queries that share one, L, ...]; as it is where each has its own.
+
+    An axis of its own: folded into L, it would have to be taken apart where the mask is broadcast, and a TPU would
+    write the mask out for every head.
+    """
+    batch, h, *rest = hlo.shape(x)
     heads = hlo.shape(key)[1]
-    return x if h == heads else hlo.reshape(x, [b, heads, h // max(heads, 1) * length, width])
+    return x if h == heads else hlo.reshape(x, [batch, heads, h // max(heads, 1), *rest])
+
+
+def _mask_by_key_head(mask: Value, query: Value, key: Value) -> Value:
+    sizes = hlo.shape(mask)
+    if len(sizes) < 3 or hlo.shape(query)[1] == hlo.shape(key)[1]:
+        return mask
+    *batch, heads, length, s = sizes
+    split = [1, 1] if heads == 1 else [hlo.shape(key)[1], heads // hlo.shape(key)[1]]
+    return hlo.reshape(mask, [*batch, *split, length, s])
 
 
 def attend(
@@ -52,19 +69,21 @@ def attend(
 ) -> tuple[Value, Value]:
     """(output, log-sum-exp of the scores), in the widened dtype. A row that sees nothing gives 0, as in torch."""
     raw = scores(query, key, mask, causal, scale)
-    top = keep(raw, [3], "maximum")
+    last = hlo.rank(raw) - 1
+    top = keep(raw, [last], "maximum")
     top = hlo.select(hlo.compare(top, hlo.full_like(top, -math.inf), "EQ"), hlo.full_like(top, 0), top)
     powers = stablehlo.exponential(stablehlo.subtract(raw, top))
-    total = hlo.reduce(powers, [3], "add")
+    total = hlo.reduce(powers, [last], "add")
     blank = hlo.compare(total, hlo.full_like(total, 0), "EQ")
     total = hlo.select(blank, hlo.full_like(total, 1), total)
-    weights = hlo.convert(by_key_head(powers, key), hlo.dtype(value))
-    mixed = hlo.dot_general(weights, value, ((3,), (2,)), _HEADS, out=hlo.dtype(raw))
-    mixed = hlo.reshape(mixed, [*hlo.shape(query)[:3], hlo.shape(value)[3]])
-    output = stablehlo.divide(mixed, hlo.broadcast_in_dim(total, hlo.shape(mixed), [0, 1, 2]))
-    peak = hlo.reduce(raw, [3], "maximum")
+    weights = hlo.convert(powers, hlo.dtype(value))
+    mixed = hlo.dot_general(weights, value, ((last,), (2,)), _HEADS, out=hlo.dtype(raw))
+    output = stablehlo.divide(mixed, hlo.broadcast_in_dim(total, hlo.shape(mixed), list(range(last))))
+    peak = hlo.reduce(raw, [last], "maximum")
     peak = hlo.select(hlo.compare(peak, hlo.full_like(peak, -math.inf), "EQ"), hlo.full_like(peak, 0), peak)
-    return output, stablehlo.add(peak, stablehlo.log(total))
+    rows = hlo.shape(query)[:3]
+    summed = hlo.reshape(stablehlo.add(peak, stablehlo.log(total)), rows)
+    return hlo.reshape(output, [*rows, hlo.shape(value)[3]]), summed
 
 
 def attend_backward(
@@ -82,20 +101,25 @@ def attend_backward(
     kind = dtypes.opmath(hlo.dtype(query))
     factor = 1 / math.sqrt(max(hlo.shape(query)[3], 1)) if scale is None else scale
     raw = scores(query, key, mask, causal, scale)
-    sizes = hlo.shape(raw)
-    weights = stablehlo.exponential(
-        stablehlo.subtract(raw, hlo.broadcast_in_dim(hlo.convert(logsumexp, kind), sizes, [0, 1, 2]))
-    )
+    sizes, last = hlo.shape(raw), hlo.rank(raw) - 1
+    weights = stablehlo.exponential(stablehlo.subtract(raw, _by_row(hlo.convert(logsumexp, kind), sizes)))
     grouped = by_key_head(grad, key)
-    pull = hlo.reshape(hlo.dot_general(grouped, value, ((3,), (3,)), _HEADS, out=kind), sizes)
+    pull = hlo.dot_general(grouped, value, ((last,), (3,)), _HEADS, out=kind)
     delta = hlo.reduce(stablehlo.multiply(hlo.convert(grad, kind), hlo.convert(out, kind)), [3], "add")
-    slope = stablehlo.multiply(weights, stablehlo.subtract(pull, hlo.broadcast_in_dim(delta, sizes, [0, 1, 2])))
+    slope = stablehlo.multiply(weights, stablehlo.subtract(pull, _by_row(delta, sizes)))
     narrow = hlo.dtype(query)
-    scaled = by_key_head(hlo.convert(stablehlo.multiply(slope, hlo.full_like(slope, factor)), narrow), key)
-    of_query = hlo.dot_general(scaled, key, ((3,), (2,)), _HEADS, out=kind)
-    of_key = hlo.dot_general(scaled, by_key_head(query, key), ((2,), (2,)), _HEADS, out=kind)
-    of_value = hlo.dot_general(hlo.convert(by_key_head(weights, key), narrow), grouped, ((2,), (2,)), _HEADS, out=kind)
-    return hlo.reshape(of_query, hlo.shape(query)), of_key, of_value, slope
+    scaled = hlo.convert(stablehlo.multiply(slope, hlo.full_like(slope, factor)), narrow)
+    rows = tuple(range(2, last))
+    of_query = hlo.dot_general(scaled, key, ((last,), (2,)), _HEADS, out=kind)
+    of_key = hlo.dot_general(scaled, by_key_head(query, key), (rows, rows), _HEADS, out=kind)
+    of_value = hlo.dot_general(hlo.convert(weights, narrow), grouped, (rows, rows), _HEADS, out=kind)
+    whole = [*hlo.shape(query)[:3], sizes[-1]]
+    return hlo.reshape(of_query, hlo.shape(query)), of_key, of_value, hlo.reshape(slope, whole)
+
+
+def _by_row(x: Value, sizes: Sequence[int]) -> Value:
+    """[B, H, L] along the rows of the scores."""
+    return hlo.broadcast_in_dim(hlo.reshape(x, sizes[:-1]), sizes, list(range(len(sizes) - 1)))
 
 
 @lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -57,6 +57,15 @@ def test_shared_key_heads(agrees: Any) -> None:
     agrees(run, *(t.detach() for t in operands(heads=1)))
 
 
+@pytest.mark.parametrize("sizes", [(5, 6), (2, 1, 5, 6), (2, 4, 5, 6)], ids=str)
+def test_shared_key_heads_and_masks(agrees: Any, sizes: tuple[int, ...]) -> None:
+    run = lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True)  # noqa: E731
+    q, k, v = leaf(2, 4, 5, 8), leaf(2, 2, 6, 8), leaf(2, 2, 6, 3)
+    agrees(run, q, k, v, leaf(*sizes), grad=True)
+    seen = torch.arange(leaf(*sizes).numel()).view(sizes) % 3 != 0
+    agrees(run, q.detach(), k.detach(), v.detach(), seen)
+
+
 def test_other_shapes(agrees: Any) -> None:
     run = lambda q, k, v: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
     agrees(run, leaf(2, 5, 8), leaf(2, 6, 8), leaf(2, 6, 8), grad=True)
