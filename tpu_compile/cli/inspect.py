@@ -33,6 +33,7 @@ def parse_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]
     "--option", "options", multiple=True, callback=parse_options, metavar="NAME=VALUE", help="As options={...}."
 )
 @click.option("--target", "chips", default="", metavar="SLICE", help="Compile for a TPU that is not here: v5e:2x2.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page about it; needs --target.")
 @click.option("--top", default=10, show_default=True, help="How many of the largest ops to list.")
 def inspect(
     target: str,
@@ -43,6 +44,7 @@ def inspect(
     dynamic: bool,
     options: dict[str, str],
     chips: str,
+    html: Path | None,
     top: int,
 ) -> None:
     """What a model becomes: its graphs, StableHLO, HLO, costs, memory, cache key.
@@ -55,6 +57,8 @@ def inspect(
 
         exported.show(Path(target), stage, as_json=as_json, top=top)
         return
+    if html and not chips:
+        raise click.UsageError("--html shows what a TPU does with the model: name one, as in --target v5e")
     with progress(f"loading {target}"):
         chosen = targets.load(target)
     with progress(f"tracing {target}"):
@@ -62,6 +66,8 @@ def inspect(
 
         found = report.run(chosen, grad=grad, dynamic=dynamic, options=options, chips=chips)
     written = report.write(found, out) if out else []
+    if html:
+        written.append(report.write_page(found, html))
     if as_json:
         described = report.describe(found, top) if stage == "summary" else report.texts(found, stage)
         click.echo(json.dumps({**described, "files": [str(path) for path in written]}, indent=1))
@@ -70,4 +76,4 @@ def inspect(
     else:
         click.echo(report.text(found, stage))
     if out and not as_json:
-        click.echo(f"{len(written)} files in {out}", err=True)
+        click.echo(f"{len(written) - bool(html)} files in {out}", err=True)

@@ -202,6 +202,14 @@ def write(report: Report, folder: Path) -> list[Path]:
     return [path for graph in report.graphs for path in dump.write(folder, graph.graph_module, graph.built)]
 
 
+def write_page(report: Report, path: Path) -> Path:
+    """One self-contained page about every graph on the report's chips."""
+    from tpu_compile.cli.page import render
+
+    path.write_text(render(report.target.name, report.graphs, report.chips))
+    return path
+
+
 def show(report: Report, top: int) -> None:
     """Print the summary."""
     found = describe(report, top)
