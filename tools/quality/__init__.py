@@ -1,0 +1,1 @@
+"""Networks for `tpu_quality.py`, in PyTorch and in JAX."""
