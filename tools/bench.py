@@ -20,7 +20,7 @@ from rich.console import Console
 
 import tpu_compile
 
-PARTS = ("import", "calls", *sections.NETWORKS, "decode", "lowering", "first-call")
+PARTS = ("import", "calls", *sections.NETWORKS, "decode", "lowering", "first-call", "restart")
 
 
 def chosen(text: str) -> tuple[str, ...]:
@@ -55,6 +55,8 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
         yield sections.lowering(settings)
     if "first-call" in parts:
         yield sections.first_calls(("mlp", "bert") if quick else ("mlp", *sections.NETWORKS))
+    if "restart" in parts:
+        yield sections.restarts(2 if quick else 5)
 
 
 def main() -> int:

@@ -42,6 +42,26 @@ def test_a_slow_compile_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) ->
     assert second.result().origin == "memory"
 
 
+def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
+    from torch._functorch._aot_autograd import autograd_cache
+
+    import tpu_compile
+    from tpu_compile.warm import autograd
+
+    functions = [lambda x, n=n: torch.sin(x) * (n + 2) for n in range(4)]
+
+    def work(function: Any) -> torch.Tensor:
+        return torch.compile(function, backend="tpu")(torch.ones(3)) - tpu_compile.aot(function, (torch.ones(3),))(
+            torch.ones(3)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(not difference.any() for difference in threads.map(work, functions))
+    assert tpu_compile.stats()["tracing_puts"] > 4
+    assert autograd_cache.autograd_cache_key is autograd._true_key
+    assert "iterate_over_candidates" not in vars(autograd_cache.AOTAutogradCache)
+
+
 def test_a_failed_compile_lets_the_next_thread_try(monkeypatch: pytest.MonkeyPatch) -> None:
     program = stages.trace(torch.sin, torch.ones(3)).lower().program
     true_way, attempts = executables._load_or_compile, []

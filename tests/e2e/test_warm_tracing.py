@@ -311,6 +311,33 @@ def test_another_backward_of_the_users_is_another_key() -> None:
         assert tpu_compile.stats()[f"tracing_{expected}"] == 1
 
 
+def test_with_a_key_nothing_is_unpickled_that_is_not_signed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpu_compile.cache.faults import forget_warnings
+    from tpu_compile.errors import CacheWarning
+
+    x = torch.randn(4)
+    compute(f, x)
+    monkeypatch.setattr(autograd.pickle, "loads", lambda data: pytest.fail("it was unpickled"))
+    forget_warnings()
+    with tpu_compile.override(cache_key="a secret"), pytest.warns(CacheWarning, match="not signed"):
+        assert compute(f, x)["tracing_misses"] == 1
+
+
+def test_an_entry_that_others_may_write_to_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpu_compile.cache.faults import forget_warnings
+    from tpu_compile.errors import CacheWarning
+
+    x = torch.randn(4)
+    compute(f, x)
+    (info,) = store().entries(of="trace")
+    info.path.chmod(0o666)
+    store().folder.entries.chmod(0o755)
+    monkeypatch.setattr(autograd.pickle, "loads", lambda data: pytest.fail("it was unpickled"))
+    forget_warnings()
+    with pytest.warns(CacheWarning):
+        assert compute(f, x)["tracing_misses"] == 1
+
+
 # ---- what is not kept
 
 

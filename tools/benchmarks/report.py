@@ -69,6 +69,9 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         absolute("lowering, warm", model, "tpu", 60.0, "µs/node")
     ratio("decode", "llama", "tpu", "jax", 1.10)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
+    for case in ("bert", "llama", "llama-training"):
+        absolute("restart", case, "tpu", 1000.0, "ms", less="null")
+        absolute("restart", case, "aot", 1500.0, "ms")
     return found
 
 

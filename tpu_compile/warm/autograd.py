@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -216,7 +217,7 @@ class Keeper:
         token = _active.set(self)
         swallowed.set(None)
         try:
-            with ExitStack() as stack:
+            with _one_at_a_time, ExitStack() as stack:
                 for context in _settings(self.store is None):
                     stack.enter_context(context)
                 yield
@@ -291,6 +292,9 @@ _COUNTED = {
 
 _active: ContextVar[Keeper | None] = ContextVar("tpu_compile_keeper", default=None)
 """Whose compile this is: other threads, and other backends, meet torch's own functions."""
+
+_one_at_a_time = threading.RLock()
+"""torch's functions are exchanged for the whole process. Dynamo compiles in one thread at a time anyway."""
 
 _true_key = autograd_cache.autograd_cache_key
 _true_candidates = AOTAutogradCache.iterate_over_candidates

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from torch._dynamo.aot_compile import AOTCompiledFunction, aot_compile_fullgraph
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.package import SourceInfo, load_guard_manager, load_guards_state
 
@@ -73,7 +74,8 @@ def compile_function(
     dynamic: bool | None,
 ) -> AOTCompiledFunction:
     """Trace and compile a function for calls like one with ``arguments``, in one graph and without calling it."""
-    return aot_compile_fullgraph(function, arguments, Hooks(guard_filter_fn=keep), backend, dynamic)
+    with compile_lock:  # as an ordinary compile does
+        return aot_compile_fullgraph(function, arguments, Hooks(guard_filter_fn=keep), backend, dynamic)
 
 
 def modules(compiled: AOTCompiledFunction) -> set[str]:
