@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,6 +104,55 @@ def filter_gradient(x: Value, grad: Value, g: Geometry, kernel: Ints, out: torch
     )
 
 
+def by_columns(x: Value, weight: Value, g: Geometry, sizes: Ints) -> Value:
+    """``spread`` as torch's CPU computes it where oneDNN does not: the filter's elements one after the other, every
+    product and every sum rounded to the operands' dtype."""
+    count, inputs, *space = hlo.shape(x)
+    _, channels, *kernel = hlo.shape(weight)
+    flat = math.prod(kernel)
+    x = hlo.reshape(x, [count, g.groups, inputs // g.groups, *space])
+    weight = hlo.reshape(weight, [g.groups, inputs // g.groups, channels, flat])
+    columns = hlo.dot_general(weight, x, ((1,), (2,)), ((0,), (1,)), out=torch.float32)  # [groups, C, K, N, *space]
+    columns = hlo.transpose(hlo.convert(columns, hlo.dtype(x)), [2, 3, 0, 1, *range(4, 4 + len(space))])
+    columns = hlo.reshape(columns, [flat, count, g.groups * channels, *space])
+    apart = [s - 1 for s in g.stride]
+    dense = [(n - 1) * s + 1 for n, s in zip(space, g.stride, strict=True)]
+    full = [n + (k - 1) * d for n, k, d in zip(dense, kernel, g.dilation, strict=True)]
+    window = [count, g.groups * channels, *dense]
+    zero = hlo.scalar(0, torch.int32)
+
+    def add(i: Value, columns: Value, total: Value) -> list[Value]:
+        rest, starts = i, []
+        for k, d in reversed(list(zip(kernel, g.dilation, strict=True))):
+            place = stablehlo.remainder(rest, hlo.scalar(k, torch.int32))
+            starts.insert(0, stablehlo.multiply(place, hlo.scalar(d, torch.int32)))
+            rest = stablehlo.divide(rest, hlo.scalar(k, torch.int32))
+        zero = hlo.scalar(0, torch.int32)
+        column = hlo.dynamic_slice(columns, [i, *[zero] * (2 + len(space))], [1, *hlo.shape(columns)[1:]])
+        spread_out = hlo.pad(hlo.squeeze(column, [0]), 0, [0] * len(window), [0] * len(window), [0, 0, *apart])
+        starts = [zero, zero, *starts]
+        summed = stablehlo.add(hlo.dynamic_slice(total, starts, window), spread_out)
+        return [
+            stablehlo.add(i, hlo.scalar(1, torch.int32)),
+            columns,
+            hlo.dynamic_update_slice(total, summed, starts),
+        ]
+
+    start = hlo.full(0, hlo.dtype(x), [*window[:2], *full])
+    more = hlo.scalar(flat, torch.int32)
+    total = hlo.while_([zero, columns, start], lambda i, *_: hlo.compare(i, more, "LT"), add)[2]
+    low = [0, 0, *(-p for p in g.padding)]
+    high = [0, 0, *(size + p - n for size, p, n in zip(sizes, g.padding, full, strict=True))]
+    return hlo.pad(total, 0, low, high)
+
+
+def _rounds_at_every_step(ctx: LoweringContext, g: Geometry, output_padding: Ints) -> bool:
+    """Whether torch's CPU leaves a transposed convolution in 16 bits to its own kernel."""
+    padding = tuple(output_padding) * (len(g.stride) if len(output_padding) == 1 else 1)
+    large = any(p >= s for p, s in zip(padding, g.stride, strict=True))
+    return ctx.family == "cpu" and ctx.out.dtype.itemsize == 2 and large
+
+
 @lowers(aten.convolution.default)
 def convolution(
     ctx: LoweringContext,
@@ -122,8 +172,10 @@ def convolution(
         result = hlo.full(0, kind, out.shape)
     else:
         geometry = Geometry.of(hlo.rank(input) - 2, stride, padding, dilation, groups)
-        one = spread if transposed else correlate
-        result = one(input, weight, geometry, out.shape[2:], kind)
+        if transposed and _rounds_at_every_step(ctx, geometry, output_padding):
+            result = hlo.convert(by_columns(input, weight, geometry, out.shape[2:]), kind)
+        else:
+            result = (spread if transposed else correlate)(input, weight, geometry, out.shape[2:], kind)
     if bias is not None:
         result = stablehlo.add(result, hlo.broadcast_in_dim(hlo.convert(bias, kind), out.shape, [1]))
     return hlo.convert(result, out.dtype)

@@ -28,11 +28,17 @@ CUBIC = -0.75
 
 @dataclass(frozen=True)
 class Mode:
-    """How points are read: torch's numbers of the interpolation and of the padding."""
+    """How points are read: torch's numbers of the interpolation and of the padding; how many axes the image has."""
 
     interpolation: int
     padding: int
     align: bool
+    axes: int
+
+    @property
+    def vectorised(self) -> bool:
+        """Whether torch's CPU kernel is the one for two axes, whose formulas round otherwise."""
+        return self.axes == 2
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,14 @@ def _plus(x: Value, term: float) -> Value:
 # ---- coordinates
 
 
-def unnormalised(point: Value, size: int, align: bool) -> tuple[Value, float]:
+def unnormalised(point: Value, size: int, mode: Mode) -> tuple[Value, float]:
     """A grid coordinate (-1 to 1) in elements, and its slope."""
-    if align:
-        slope = (size - 1) / 2
+    slope = (size - 1) / 2 if mode.align else size / 2
+    if mode.align:
         return _times(_plus(point, 1), slope), slope
-    return _times(_plus(_times(_plus(point, 1), size), -1), 0.5), size / 2
+    if mode.vectorised:
+        return _plus(_times(_plus(point, 1), slope), -0.5), slope
+    return _times(_plus(_times(_plus(point, 1), size), -1), 0.5), slope
 
 
 def padded(at: Value, size: int, mode: Mode) -> tuple[Value, Value | None]:
@@ -107,7 +115,7 @@ def reflected(at: Value, twice_low: int, twice_high: int) -> tuple[Value, Value]
 
 def taps(point: Value, size: int, mode: Mode) -> list[Tap]:
     """The elements of one axis that each point reads."""
-    at, slope = unnormalised(point, size, mode.align)
+    at, slope = unnormalised(point, size, mode)
     if mode.interpolation == BICUBIC:
         return _cubic_taps(at, slope, size, mode)
     at, bend = padded(at, size, mode)
@@ -116,16 +124,17 @@ def taps(point: Value, size: int, mode: Mode) -> list[Tap]:
     gradient = hlo.full_like(at, slope) if bend is None else _times(bend, slope)
     low = stablehlo.floor(at)
     part = stablehlo.subtract(at, low)
-    rest = stablehlo.subtract(_plus(low, 1), at)
-    return [_tap(low, size, rest, stablehlo.negate(gradient)), _tap(_plus(low, 1), size, part, gradient)]
+    rest = stablehlo.subtract(hlo.full_like(at, 1), part) if mode.vectorised else stablehlo.subtract(_plus(low, 1), at)
+    return [_tap(low, size, rest, stablehlo.negate(gradient)), _tap(low, size, part, gradient, shift=1)]
 
 
-def _tap(at: Value, size: int, weight: Value | None, slope: Value | None) -> Tap:
+def _tap(at: Value, size: int, weight: Value | None, slope: Value | None, shift: int = 0) -> Tap:
+    """Element ``at + shift``; the shift is an integer's, where the float's next number may be further away than 1."""
     inside = stablehlo.and_(
-        hlo.compare(at, hlo.full_like(at, 0), "GE"), hlo.compare(at, hlo.full_like(at, size - 1), "LE")
+        hlo.compare(at, hlo.full_like(at, -shift), "GE"), hlo.compare(at, hlo.full_like(at, size - 1 - shift), "LE")
     )
-    safe = hlo.select(inside, at, hlo.full_like(at, 0))
-    return Tap(hlo.convert(safe, torch.int32), inside, weight, slope)
+    index = _plus(hlo.convert(hlo.select(inside, at, hlo.full_like(at, 0)), torch.int32), shift)
+    return Tap(hlo.select(inside, index, hlo.full_like(index, 0)), inside, weight, slope)
 
 
 def _cubic_taps(at: Value, slope: float, size: int, mode: Mode) -> list[Tap]:
@@ -148,8 +157,8 @@ def _cubic_weights(t: Value) -> list[Value]:
         inner = _plus(stablehlo.multiply(_plus(_times(x, CUBIC), -5 * CUBIC), x), 8 * CUBIC)
         return _plus(stablehlo.multiply(inner, x), -4 * CUBIC)
 
-    back = stablehlo.subtract(hlo.full_like(t, 1), t)
-    return [far(_plus(t, 1)), near(t), near(back), far(_plus(back, 1))]
+    back, further = (stablehlo.subtract(hlo.full_like(t, reach), t) for reach in (1, 2))
+    return [far(_plus(t, 1)), near(t), near(back), far(further)]
 
 
 def _cubic_slopes(t: Value) -> list[Value]:
@@ -182,9 +191,10 @@ def inside(corner: Sequence[Tap]) -> Value:
 
 
 def weight(corner: Sequence[Tap], without: int = -1) -> Value | None:
-    """The product of the taps' weights, of one axis its slope; None is 1."""
+    """The product of the taps' weights, of one axis its slope; None is 1. From the innermost axis out, as torch has
+    it."""
     result = None
-    for axis, tap in enumerate(corner):
+    for axis, tap in reversed(list(enumerate(corner))):
         factor = tap.slope if axis == without else tap.weight
         if factor is not None:
             result = factor if result is None else stablehlo.multiply(result, factor)
@@ -221,18 +231,35 @@ def per_channel(v: Value, channels: int) -> Value:
 
 
 def _sample(ctx: LoweringContext, image: Value, grid: Value, mode: Mode) -> Value:
+    """torch's CPU kernels round 16-bit floats at every step, coordinates too: so do we there, and nowhere else."""
     out = ctx.out
-    kind = dtypes.opmath(out.dtype)
+    kind = out.dtype if ctx.family == "cpu" else dtypes.opmath(out.dtype)
     total = hlo.full(0, kind, out.shape)
     if 0 in (*out.shape, *hlo.shape(image)):
         return hlo.convert(total, out.dtype)
     image, grid = hlo.convert(image, kind), hlo.convert(grid, kind)
-    for corner in corners(grid, hlo.shape(image)[2:], mode):
+    read_corners = corners(grid, hlo.shape(image)[2:], mode)
+    if mode.interpolation == BICUBIC:
+        return hlo.convert(_row_by_row(image, read_corners), out.dtype)
+    for corner in read_corners:
         value, factor = read(image, corner), weight(corner)
         if factor is not None:
             value = stablehlo.multiply(value, per_channel(factor, out.shape[1]))
         total = stablehlo.add(total, value)
     return hlo.convert(total, out.dtype)
+
+
+def _row_by_row(image: Value, read_corners: Sequence[tuple[Tap, ...]]) -> Value:
+    """Each row of four corners by the inner axis' weights, then the four rows by the outer one's."""
+
+    def summed(terms: Sequence[tuple[Value, Value | None]]) -> Value:
+        channels = hlo.shape(image)[1]
+        parts = [stablehlo.multiply(v, per_channel(w, channels)) for v, w in terms if w is not None]
+        return functools.reduce(stablehlo.add, parts)
+
+    rows = [read_corners[i : i + 4] for i in range(0, len(read_corners), 4)]
+    inner = [summed([(read(image, corner), corner[1].weight) for corner in row]) for row in rows]
+    return summed([(value, row[0][0].weight) for value, row in zip(inner, rows, strict=True)])
 
 
 @lowers(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
@@ -244,7 +271,8 @@ def grid_sampler(
     padding_mode: int,
     align_corners: bool,
 ) -> Value:
-    return _sample(ctx, input, grid, Mode(interpolation_mode, padding_mode, align_corners))
+    axes = hlo.rank(input) - 2
+    return _sample(ctx, input, grid, Mode(interpolation_mode, padding_mode, align_corners, axes))
 
 
 @lowers(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
@@ -258,7 +286,7 @@ def grid_sampler_backward(
     align_corners: bool,
     output_mask: Sequence[bool],
 ) -> tuple[Value | None, ...]:
-    mode = Mode(interpolation_mode, padding_mode, align_corners)
+    mode = Mode(interpolation_mode, padding_mode, align_corners, hlo.rank(input) - 2)
     of_image, of_grid = ctx.outs
     kind = dtypes.opmath(hlo.dtype(input))
     if 0 in (*hlo.shape(grad_output), *hlo.shape(input)):

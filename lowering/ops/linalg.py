@@ -5,11 +5,17 @@ Signs and bases are LAPACK's on a CPU, as in torch. ``info`` and pivots are int3
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from tpu_compile.lowering.jnp import jnp, lax, lowers_jnp
+from tpu_compile.lowering import hlo
+from tpu_compile.lowering.context import LoweringContext
+from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.jnp import call, jnp, lax, lowers_jnp
+from tpu_compile.lowering.ops.eigenvector_signs import with_torch_signs
+from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
 
@@ -140,8 +146,12 @@ def ormqr(x: Array, input2: Array, input3: Array, left: bool = True, transpose: 
 
 @lowers_jnp(aten._linalg_eigh.default)
 def _linalg_eigh(A: Array, UPLO: str = "L", compute_v: bool = True) -> Any:
-    vectors, values = lax.linalg.eigh(A, lower=UPLO.upper() == "L", symmetrize_input=False)
-    return values, vectors if compute_v else jnp.zeros((0,), A.dtype)
+    lower = UPLO.upper() == "L"
+    vectors, values = lax.linalg.eigh(A, lower=lower, symmetrize_input=False)
+    if not compute_v:
+        return values, jnp.zeros((0,), A.dtype)
+    signed = functools.partial(with_torch_signs, lower=lower)
+    return values, lax.platform_dependent(A, vectors, cpu=signed, default=lambda _, v: v)
 
 
 @lowers_jnp(aten.linalg_eig.default)
@@ -185,8 +195,14 @@ def linalg_pinv(x: Array, *, atol: Array | None = None, rtol: Array | None = Non
 # ---- matrix functions
 
 
-@lowers_jnp(aten.linalg_matrix_exp.default)
-def linalg_matrix_exp(x: Array) -> Array:
+@lowers(aten.linalg_matrix_exp.default, tier="jnp")
+def linalg_matrix_exp(ctx: LoweringContext, x: Value) -> Value:
+    if ctx.family == "cpu" and hlo.dtype(x).itemsize == 2:
+        ctx.refuse("torch's CPU kernel gives no finite numbers in 16 bits", "call it on x.float()")
+    return call(ctx, matrix_exponential, x)
+
+
+def matrix_exponential(x: Array) -> Array:
     """18 terms of Taylor's series of a power-of-two fraction, squared back: torch's degree and bounds."""
     if x.shape[-1] <= 1:
         return jnp.exp(x)
@@ -197,9 +213,28 @@ def linalg_matrix_exp(x: Array) -> Array:
     result = exponential_series(x * jnp.exp2(-squarings.astype(norm.dtype))[..., None, None].astype(x.dtype))
 
     def square(i: Array, value: Array) -> Array:
-        return jnp.where((i < squarings)[..., None, None], value @ value, value)
+        return jnp.where((i < squarings)[..., None, None], product(value, value), value)
 
     return lax.fori_loop(0, squarings.max(initial=0), square, result)
+
+
+SEQUENTIAL = 400
+"""torch multiplies matrices of fewer multiplications than this in three plain loops."""
+
+
+def product(a: Array, b: Array) -> Array:
+    """``a @ b`` of square matrices, small ones with torch's roundings: squaring a large exponential again and again
+    makes them visible."""
+    n = a.shape[-1]
+    if n**3 >= SEQUENTIAL:
+        return a @ b
+    return rounded_sum([a[..., :, k, None] * b[..., None, k, :] for k in range(n)])
+
+
+def rounded_sum(terms: list[Array]) -> Array:
+    """The terms, each rounded, from the first to the last. A choice that changes nothing keeps LLVM from contracting a
+    multiplication and an addition into one operation, which no option of XLA does."""
+    return functools.reduce(jnp.add, [jnp.where(term == term, term, jnp.nan) for term in terms])
 
 
 # Rows are polynomials in I, A, A^2, A^3, A^6. Bader, Blanes, Casas: Computing the matrix exponential with an optimized
@@ -227,9 +262,11 @@ TAYLOR_18 = (
 
 def exponential_series(a: Array) -> Array:
     """Taylor's series of degree 18 in five products."""
-    squared = a @ a
-    cubed = a @ squared
-    powers = (jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape), a, squared, cubed, cubed @ cubed)
-    b1, b2, b3, b4, b5 = (sum(c * power for c, power in zip(row, powers, strict=True) if c) for row in TAYLOR_18)
-    half = b1 @ b5 + b4
-    return b2 + (b3 + half) @ half
+    squared = product(a, a)
+    cubed = product(a, squared)
+    powers = (jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape), a, squared, cubed, product(cubed, cubed))
+    b1, b2, b3, b4, b5 = (
+        rounded_sum([c * power for c, power in zip(row, powers, strict=True) if c]) for row in TAYLOR_18
+    )
+    half = product(b1, b5) + b4
+    return b2 + product(b3 + half, half)

@@ -63,3 +63,14 @@ def test_integers(agrees: Any) -> None:
 
 def test_only_the_filter_needs_a_gradient(agrees: Any) -> None:
     agrees(lambda x, w: F.conv2d(x, w), leaf(2, 3, 6, 6).detach(), leaf(4, 3, 3, 3), grad=True)
+
+
+def test_transposed_convolutions_with_much_output_padding_round_as_eager_in_16_bits() -> None:
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 4, 5, 6), (4, 3, 3, 2), (6,)))
+
+    def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv_transpose2d(
+            x, weight, bias, stride=(2, 1), padding=(1, 0), output_padding=(1, 1), groups=2, dilation=(3, 2)
+        )
+
+    assert torch.equal(torch.compile(fn, backend="tpu")(x, weight, bias), fn(x, weight, bias))

@@ -198,3 +198,23 @@ def test_symmetric_indefinite(dtype: torch.dtype, hermitian: bool) -> None:
     a[:2].diagonal(0, -2, -1).zero_()
     check(fn, a, torch.randn(6, 2, dtype=dtype).expand(4, 6, 2))
     assert compiled(la.ldl_factor_ex)(torch.zeros(2, 3, 3)).info.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("uplo", ["L", "U"])
+@pytest.mark.parametrize("n", [3, 6, 12])
+def test_eigenvectors_have_the_signs_of_eager(dtype: torch.dtype, uplo: str, n: int) -> None:
+    a = torch.randn(4, n, n, dtype=dtype, generator=torch.Generator().manual_seed(n))
+    a = a + a.mH
+
+    def fn(a: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigh(a, UPLO=uplo).eigenvectors
+
+    torch.testing.assert_close(torch.compile(fn, backend="tpu")(a), fn(a))
+
+
+def test_small_matrix_exponentials_round_as_eager() -> None:
+    a = torch.randn(5, 4, 4) * 6
+    assert torch.equal(torch.compile(torch.linalg.matrix_exp, backend="tpu")(a), torch.linalg.matrix_exp(a))
+    with pytest.raises(Exception, match=r"call it on x.float\(\)"):
+        torch.compile(torch.linalg.matrix_exp, backend="tpu", fullgraph=True)(a.bfloat16())

@@ -106,3 +106,11 @@ def test_chunked_linear_cross_entropy(agrees: Any, reduction: str) -> None:
         whole = torch.ops.torch_nn._linear_cross_entropy_batch_chunked
         rest = (reduction, -100, 0.0, 3, "compact", torch.float32, True, True, True, True)
         agrees(lambda x, w, t: whole(x, w, t, *common, *rest), x, matrix, target)
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 0.25), (0, 1)])
+def test_addbmm_rounds_after_every_matrix_in_16_bits(beta: float, alpha: float) -> None:
+    x, a, b = (torch.randn(shape).bfloat16() for shape in ((3, 5), (6, 3, 4), (6, 4, 5)))
+    x = x * torch.nan if beta == 0 else x
+    compiled = torch.compile(lambda *t: torch.addbmm(*t, beta=beta, alpha=alpha), backend="tpu")
+    assert torch.equal(compiled(x, a, b), torch.addbmm(x, a, b, beta=beta, alpha=alpha))

@@ -88,3 +88,20 @@ def test_rearranged(agrees: Any) -> None:
     agrees(lambda x: F.pixel_unshuffle(F.channel_shuffle(F.pixel_shuffle(x, 2), 2), 2), leaf(2, 8, 4, 6), grad=True)
     agrees(lambda x: F.unfold(x, (2, 3), 2, 1, (1, 2)), leaf(2, 3, 8, 9), grad=True)
     agrees(lambda x: F.fold(x, (6, 7), (2, 3), 1, 1, (2, 1)), leaf(2, 12, 28), grad=True)
+
+
+@pytest.mark.parametrize("space", [(7, 20), (3, 4, 5)], ids=["2d", "3d"])
+def test_grid_samples_round_as_eager_in_16_bits(space: tuple[int, ...]) -> None:
+    image = torch.randn(2, 3, *space).bfloat16()
+    grid = (torch.rand(2, *[4] * len(space), len(space)) * 3 - 1.5).bfloat16()
+    modes = ["bilinear", "nearest", *(["bicubic"] if len(space) == 2 else [])]
+
+    def fn(image: torch.Tensor, grid: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            F.grid_sample(image, grid, mode, padding, align_corners=align)
+            for mode in modes
+            for padding in ("zeros", "border", "reflection")
+            for align in (False, True)
+        ]
+
+    torch.testing.assert_close(torch.compile(fn, backend="tpu")(image, grid), fn(image, grid), rtol=0, atol=0)
