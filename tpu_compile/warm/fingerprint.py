@@ -18,7 +18,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from tpu_compile.lowering import dtypes
+from tpu_compile.lowering.dtypes import to_numpy
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN_FUNCTIONS = frozenset({"_operator", "operator", "math", "builtins"})
@@ -157,7 +157,7 @@ class _Writer:
             if known is t:
                 return f"again {place}"
         self.tensors.append(t)
-        contents = hashlib.sha256(dtypes.to_numpy(t).tobytes()).hexdigest()
+        contents = hashlib.sha256(to_numpy(t).tobytes()).hexdigest()
         return f"{self.layout(t)} {contents}"
 
 

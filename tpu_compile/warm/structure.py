@@ -106,6 +106,6 @@ def _strides(t: torch.Tensor) -> str:
 
 def mode() -> str:
     """The modes that decide what is traced."""
-    casts = [kind for kind in ("cpu", "tpu") if torch.is_autocast_enabled(kind)]
+    casts = [kind for kind in ("cpu", torch._C._get_privateuse1_backend_name()) if torch.is_autocast_enabled(kind)]
     dtypes = [str(torch.get_autocast_dtype(kind)) for kind in casts]
     return f"grad={torch.is_grad_enabled()} inference={torch.is_inference_mode_enabled()} autocast={casts}{dtypes}"
