@@ -13,6 +13,7 @@ from functools import cached_property
 
 from tpu_compile.targets.chips import Chip
 from tpu_compile.targets.hlo import Computation, Instruction, Module
+from tpu_compile.targets.loops import turns
 from tpu_compile.targets.products import Product, product
 from tpu_compile.targets.traffic import moved
 
@@ -90,8 +91,9 @@ class Schedule:
         """The least time in seconds: products at the peak of their passes, or all HBM traffic at full bandwidth,
         whichever takes longer; and collectives."""
         compute = sum(_at_peak(step.products, self.chip) for step in self.steps)
-        collectives = sum(step.seconds for step in self.steps if step.kind == "collective")
-        return max(compute, self.bytes / self.chip.hbm_bandwidth) + collectives
+        collectives = [step for step in self.steps if step.kind == "collective"]
+        local = self.bytes - sum(step.bytes for step in collectives)
+        return max(compute, local / self.chip.hbm_bandwidth) + sum(step.seconds for step in collectives)
 
     def seconds_by(self, estimate: str) -> float:
         return sum(step.seconds for step in self.steps if step.by == estimate)
@@ -135,9 +137,10 @@ class _Reader:
         if each.opcode in _FREE:
             return
         if each.opcode == "while":
-            body = self.read(self.module.computations[each.called[-1] if len(each.called) == 1 else _body(each)])
-            self._inner_transfers = body.transfers * each.trips
-            yield from (_times(step, each.trips) for step in body.steps)
+            body = self.read(self.module.computations[each.attribute("body").lstrip("%")])
+            count = turns(self.module, computation, each)
+            self._inner_transfers = body.transfers * count
+            yield from (_times(step, count) for step in body.steps)
         elif each.opcode == "conditional":
             branches = [self.read(self.module.computations[name]) for name in each.called]
             longest = max(branches, key=lambda branch: branch.seconds)
@@ -213,10 +216,6 @@ class _Reader:
             return []
         cycles, result = seconds * self.chip.clock, str(each.results[0]) if each.results else ""
         return [Step(each.name, "wait", each.op, each.where, seconds, cycles, "roofline", 0, 0, "memory", result)]
-
-
-def _body(each: Instruction) -> str:
-    return each.attribute("body").lstrip("%")
 
 
 def _times(step: Step, turns: int) -> Step:

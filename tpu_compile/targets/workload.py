@@ -210,11 +210,33 @@ def without_numbers(model: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         return known[id(value)][1]
 
     module = model.recipe.model if isinstance(model, TrainStep) else model
+    seen: set[int] = set()
     if isinstance(module, torch.nn.Module):
         for each in module.modules():
             for held in (each._parameters, each._buffers):
                 held.update({name: fake(value) for name, value in held.items()})
+            for value in list(vars(each).values()):
+                _settle(value, fake, seen)
     if isinstance(model, TrainStep):
         for group in model.recipe.optimizer.param_groups:
             group["params"] = [fake(p) for p in group["params"]]
     return model, tree_map(fake, args), tree_map(fake, kwargs)
+
+
+def _settle(holder: Any, fake: Callable[[Any], Any], seen: set[int]) -> None:
+    """The same for objects that a module holds (a cache of keys and values, say): their tensors become fake ones, and
+    where they say that they are on the meta device they are on the CPU now."""
+    if id(holder) in seen or isinstance(holder, torch.nn.Module | type | torch.Tensor):
+        return
+    seen.add(id(holder))
+    if isinstance(holder, list | tuple):
+        for each in holder:
+            _settle(each, fake, seen)
+    elif hasattr(holder, "__dict__") and not type(holder).__module__.startswith(("torch.", "builtins")):
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(holder, name, fake(value))
+            elif isinstance(value, torch.device) and value.type == "meta":
+                setattr(holder, name, torch.device("cpu"))
+            else:
+                _settle(value, fake, seen)

@@ -79,6 +79,31 @@ def test_a_loop_counts_every_turn() -> None:
     assert read(body, before, "a: f32[8]").cycles == 12 * 700
 
 
+def test_a_loop_that_counts_to_a_constant_is_counted() -> None:
+    before = (
+        "%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {\n  %p = (s32[], f32[8]{0:S(1)}) parameter(0)\n"
+        "  %i = s32[] get-tuple-element(%p), index=0\n  %x = f32[8]{0:S(1)} get-tuple-element(%p), index=1\n"
+        f"  %n = f32[8]{{0:S(1)}} negate(%x), {cycles(700)}\n"
+        "  ROOT %t = (s32[], f32[8]{0:S(1)}) tuple(%i, %n)\n}\n"
+        "%cond (q: (s32[], f32[8])) -> pred[] {\n  %q = (s32[], f32[8]{0:S(1)}) parameter(0)\n"
+        "  %j = s32[] get-tuple-element(%q), index=0\n  %last = s32[] constant(12)\n"
+        "  ROOT %c = pred[] compare(%j, %last), direction=LT\n}\n"
+    )
+    body = (
+        "  %a = f32[8]{0:S(1)} parameter(0)\n  %first = s32[] constant(2)\n  %s = s32[] copy(%first)\n"
+        "  %t = (s32[], f32[8]{0:S(1)}) tuple(%s, %a)\n"
+        "  ROOT %w = (s32[], f32[8]{0:S(1)}) while(%t), condition=%cond, body=%body"
+    )
+    assert read(body, before, "a: f32[8]").cycles == 10 * 700
+
+
+def test_collectives_cross_the_interconnect() -> None:
+    found = read(ARGUMENT + "  ROOT %r = f32[1024,1024]{1,0:T(8,128)} all-reduce(%a), replica_groups={}\n")
+    (step,) = found.steps
+    assert (step.kind, step.bound) == ("collective", "interconnect")
+    assert found.seconds == found.roofline == pytest.approx(2 * 4 * MEGA / V5E.ici_bandwidth)
+
+
 def test_a_gather_reads_rows_and_an_update_in_place_writes_them() -> None:
     before = (
         "%gathered (p: f32[50000,128], i: s32[8]) -> f32[8,128] {\n"
