@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from tpu_compile.config import config
 from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
-from tpu_compile.lowering import dtypes, hlo, numbers
+from tpu_compile.lowering import dtypes, hlo, layers, numbers
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
 from tpu_compile.lowering.debug import DebugChecks
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
@@ -407,6 +407,23 @@ def lower(
     gaps = missing(graph_module)
     if gaps:
         raise _unsupported(gaps, name)
+    loops = layers.Loops(graph_module, name) if config.scan_layers and not config.debug_checks else None
+    if loops:
+        try:
+            return _lower(graph_module, name, family, bindings, donate, loops)
+        except UnsupportedOp:  # the nodes of a loop's body are not the graph's: once more, to name those
+            pass
+    return _lower(graph_module, name, family, bindings, donate, None)
+
+
+def _lower(
+    graph_module: GraphModule,
+    name: str,
+    family: str,
+    bindings: Bindings | None,
+    donate: bool,
+    loops: layers.Loops | None,
+) -> Program:
     with make_context(), ir.Location.unknown():
         module = ir.Module.create()
         module.operation.attributes["sym_name"] = ir.StringAttr.get(name)
@@ -414,14 +431,14 @@ def lower(
             module.operation.attributes[count] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
         walk = GraphWalk(graph_module, bindings or {})
         walk.ctx = LoweringContext(family, module, walk)
-        return _build(walk, module, name, donate)
+        return _build(walk, module, name, donate, loops)
 
 
 def _unsupported(pairs: Sequence[tuple[Node, Gap]], name: str) -> UnsupportedOp:
     return UnsupportedOp([gap for _, gap in pairs], name, [node for node, _ in pairs])
 
 
-def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Program:
+def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool, loops: layers.Loops | None = None) -> Program:
     with ir.InsertionPoint(module.body):
         function = func.FuncOp("main", ir.FunctionType.get([], []), visibility="public")
     walk.block = function.add_entry_block()
@@ -434,7 +451,7 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool) -> Progr
                 position += 1
             elif node.op == "output":
                 results = walk.results(node)
-            else:
+            elif loops is None or not loops.lower(walk, node):
                 walk.visit(node)
         if walk.gaps:
             raise _unsupported(walk.gaps, name)

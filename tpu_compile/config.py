@@ -199,13 +199,28 @@ KNOBS: dict[str, Knob] = {
             "Part of the activations' memory, above 0, that a backward may rely on: the rest is computed again.",
             keyed=True,
         ),
+        _knob(
+            "scan_layers",
+            _bool,
+            False,
+            "Compile layers that repeat as one loop: XLA's time stops growing with depth, a call costs a copy of the "
+            "layers' parameters.",
+            keyed=True,
+        ),
+        _knob(
+            "target",
+            str,
+            "",
+            "A TPU slice that need not be here, such as v6e:2x2: every program is compiled for it too, and a first call "
+            "fails where one does not fit. What runs is this machine's.",
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
 OPTIONS = frozenset(
-    "activation_memory_budget excess_precision xla_options optimization_level debug_checks lowering cache dump_to "
-    "log_compiles platform".split()
+    "activation_memory_budget excess_precision xla_options optimization_level debug_checks scan_layers lowering "
+    "cache dump_to log_compiles platform target".split()
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 

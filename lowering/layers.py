@@ -1,0 +1,327 @@
+"""Layers that repeat: found in a graph, and lowered as one loop, so that XLA compiles one of them.
+
+A graph's nodes in order are a string of letters: what each computes, on which shapes. A stack of layers is a stretch
+with a period. What a turn reads is inside the layer, made by the turn before (carried), the same for all, or another
+for each (parameters, saved activations). The last kind is stacked at the beginning of the program: a second copy
+while it runs. (A case that picks a turn's own would copy one layer at a time, but XLA compiles a copy for each
+branch: with 48 layers that takes as long as they do.) Results that are needed of every layer are collected in a
+stacked buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from jaxlib.mlir.dialects import stablehlo
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from tpu_compile.errors import TpuCompileWarning
+from tpu_compile.lowering import hlo
+from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.random import rng_key
+
+TURNS = 3
+"""Fewer layers than this stay as they are."""
+NODES = 8
+"""A layer has at least so many."""
+KEPT = 6
+"""For each result that is needed of every layer, a layer has at least so many nodes: taking those results apart again
+is compiled for each layer, and many of them take longer than the layers would."""
+_CANDIDATES = 24
+_WRITES = torch.ops.aten.copy_.default
+
+
+@dataclass
+class Loop:
+    """A stretch of a graph as a loop: ``turns[k]`` are the nodes of layer k.
+
+    Attributes:
+        body: one layer. Its arguments are the carried values, one of each tuple of ``each``, and ``shared``; its
+            results the next carried values, then those that ``kept`` names.
+        carried: for each carried value the position in a layer that makes it.
+        initial: and the node it is before the first turn.
+        each: what the turns read that differs from turn to turn.
+        shared: what all of them read.
+        kept: positions in a layer whose values are needed outside, of every layer.
+        last: positions whose values are needed outside, of the last layer only.
+    """
+
+    turns: list[list[Node]]
+    body: GraphModule
+    carried: list[int]
+    initial: list[Node]
+    each: list[tuple[Node, ...]]
+    shared: list[Node]
+    kept: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
+
+
+class Walk(Protocol):
+    """What a loop needs of the graph walk."""
+
+    env: dict[Node, Any]
+
+    def spec(self, value: torch.Tensor) -> Any: ...
+
+    def visit(self, node: Node) -> None: ...
+
+    def subgraph(self, graph_module: GraphModule, arguments: Sequence[Any]) -> list[Any]: ...
+
+
+# ---- finding them
+
+
+def find(graph_module: GraphModule) -> list[Loop]:
+    """The loops of a graph, in its order; none overlap."""
+    nodes = [n for n in graph_module.graph.nodes if n.op == "call_function" and not standing_alone(n)]
+    letters = [_letter(n) for n in nodes]
+    return list(_loops(graph_module, nodes, letters))
+
+
+def standing_alone(node: Node) -> bool:
+    """What reads nothing can be made before any layer runs. The draws of a layer have numbers of their own."""
+    return node.op == "get_attr" or node.target is rng_key
+
+
+def _loops(graph_module: GraphModule, nodes: list[Node], letters: list[int]) -> Iterator[Loop]:
+    if len(nodes) < TURNS * NODES:
+        return
+    for start, period, turns in _stretches(letters):
+        loop = _as_loop(graph_module, nodes, start, period, turns)
+        if loop:
+            end = start + period * len(loop.turns)
+            yield from _loops(graph_module, nodes[:start], letters[:start])
+            yield loop
+            yield from _loops(graph_module, nodes[end:], letters[end:])
+            return
+
+
+def _letter(node: Node) -> int:
+    """What a node computes, whatever it reads. What writes is like nothing else."""
+    if node.target is _WRITES:
+        return id(node)
+    shape = (map_arg((node.args, node.kwargs), lambda _: None), _spec(node.meta.get("val")))
+    return hash((node.target, repr(shape)))
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, tuple(value.stride())
+    return tuple(map(_spec, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _stretches(letters: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(start, period, turns) of what may be a loop, the one that saves most first; every phase of a period counts,
+    since where a layer begins is nothing the letters say."""
+    found = []
+    for period in _periods(letters):
+        start, length = _longest_run([a == b for a, b in zip(letters, letters[period:], strict=False)])
+        whole = length + period
+        for phase in range(min(period, whole - TURNS * period + 1)):
+            turns = (whole - phase) // period
+            if turns >= TURNS:
+                found.append((-(turns - 1) * period, period, start + phase, turns))
+    return [(start, period, turns) for _, period, start, turns in sorted(found)]
+
+
+def _periods(letters: Sequence[int]) -> list[int]:
+    latest: dict[int, int] = {}
+    gaps: Counter[int] = Counter()
+    for i, letter in enumerate(letters):
+        if letter in latest and i - latest[letter] >= NODES:
+            gaps[i - latest[letter]] += 1
+        latest[letter] = i
+    return [gap for gap, _ in gaps.most_common(_CANDIDATES)]
+
+
+def _longest_run(same: Sequence[bool]) -> tuple[int, int]:
+    best, start = (0, 0), 0
+    for i, each in enumerate([*same, False]):
+        if not each:
+            best = max(best, (i - start, -start))
+            start = i + 1
+    return -best[1], best[0]
+
+
+# ---- what flows between turns
+
+
+def _as_loop(graph_module: GraphModule, nodes: list[Node], start: int, period: int, turns: int) -> Loop | None:
+    layers = [nodes[start + k * period : start + (k + 1) * period] for k in range(turns)]
+    place = {node: (k, q) for k, layer in enumerate(layers) for q, node in enumerate(layer)}
+    loop = Loop(layers, GraphModule(graph_module, Graph()), [], [], [], [])
+    inputs: dict[Any, Node] = {}  # what an argument of the body stands for, in the order of its making
+    graph = loop.body.graph
+    copies: dict[int, Node] = {}
+    for q, node in enumerate(layers[0]):
+        slots = _slots([layer[q] for layer in layers], place, q)
+        if slots is None:
+            return None
+        for slot in slots:
+            if slot[0] != "inside" and slot not in inputs:
+                inputs[slot] = graph.placeholder(f"input_{len(inputs)}")
+                inputs[slot].meta["val"] = slot[2][0].meta.get("val")
+        supply = iter([copies[slot[1]] if slot[0] == "inside" else inputs[slot] for slot in slots])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _, supply=supply: next(supply))  # type: ignore[misc]
+        copies[q] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[q].meta = dict(node.meta)
+    if not _outside(loop, place) or len(loop.kept) * KEPT > period:
+        return None
+    _finish(loop, inputs, copies)
+    return loop
+
+
+def _references(node: Node) -> list[Node]:
+    """The nodes a node reads, in the order of its arguments, as often as it names them."""
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _slots(same: list[Node], place: dict[Node, tuple[int, int]], position: int) -> list[Any] | None:
+    """What each reference of a node is: ("inside", position), ("carried", position, (first,)),
+    ("shared", None, (node,)) or ("each", None, nodes). None if it is nothing of these."""
+    slots: list[Any] = []
+    for nodes in zip(*map(_references, same), strict=True):
+        places = [place.get(n) for n in nodes]
+        first = places[1][1] if places[1] else -1
+        if all(p == (k, first) for k, p in enumerate(places)) and first < position:
+            slots.append(("inside", first))
+        elif places[0] is None and all(p == (k, first) for k, p in enumerate(places[1:])) and _tensors(nodes):
+            slots.append(("carried", first, (nodes[0],)))
+        elif any(places):
+            return None
+        elif len(set(nodes)) == 1:
+            slots.append(("shared", None, (nodes[0],)))
+        elif _tensors(nodes):
+            slots.append(("each", None, nodes))
+        else:
+            return None
+    return slots
+
+
+def _tensors(nodes: Sequence[Node]) -> bool:
+    """Whether all are tensors, laid out alike."""
+    values = [n.meta.get("val") for n in nodes]
+    return all(isinstance(v, torch.Tensor) for v in values) and len(set(map(repr, map(_spec, values)))) == 1
+
+
+def _outside(loop: Loop, place: dict[Node, tuple[int, int]]) -> bool:
+    """Note what is read outside of the loop; False if a tuple is, or if a layer is read by another one but the next."""
+    turns = len(loop.turns)
+    for q in range(len(loop.turns[0])):
+        readers = {k for k in range(turns) if any(user not in place for user in loop.turns[k][q].users)}
+        if readers and not isinstance(loop.turns[0][q].meta.get("val"), torch.Tensor):
+            return False
+        if readers == {turns - 1}:
+            loop.last.append(q)
+        elif readers:
+            loop.kept.append(q)
+    return True
+
+
+def _finish(loop: Loop, inputs: dict[Any, Node], copies: dict[int, Node]) -> None:
+    """Put the body's arguments in order, and its results at its end."""
+    graph = loop.body.graph
+    by_kind = {kind: [slot for slot in inputs if slot[0] == kind] for kind in ("carried", "each", "shared")}
+    ordered = [*by_kind["carried"], *by_kind["each"], *by_kind["shared"]]
+    before = copies[0]
+    for slot in ordered:
+        before.prepend(inputs[slot])
+    loop.carried = [slot[1] for slot in by_kind["carried"]]
+    loop.initial = [slot[2][0] for slot in by_kind["carried"]]
+    loop.each = [slot[2] for slot in by_kind["each"]]
+    loop.shared = [slot[2][0] for slot in by_kind["shared"]]
+    graph.output(tuple(copies[q] for q in (*loop.carried, *loop.kept, *loop.last)))
+
+
+# ---- lowering them
+
+
+def lower(walk: Walk, loop: Loop, alone: Sequence[Node]) -> None:
+    """Emit the loop where we stand, and note the values of its nodes that are read outside.
+
+    ``alone``: nodes between the layers that stand alone; they are made first.
+    """
+    for node in alone:
+        if node not in walk.env:
+            walk.visit(node)
+    env, turns = walk.env, len(loop.turns)
+    carries, shared = [env[n] for n in loop.initial], [env[n] for n in loop.shared]
+    stacks = [hlo.concatenate([hlo.unsqueeze(env[n], 0) for n in nodes], 0) for nodes in loop.each]
+    state = [hlo.scalar(0, torch.int32), *carries, *_buffers(walk, loop)]
+
+    def condition(i: Value, *_: Value) -> Value:
+        return hlo.compare(i, hlo.scalar(turns, torch.int32), "LT")
+
+    def body(i: Value, *values: Value) -> list[Value]:
+        own = [_row(x, i) for x in stacks]
+        results = walk.subgraph(loop.body, [*values[: len(carries)], *own, *shared])
+        stacked, rest = values[len(carries) :], results[len(carries) :]
+        kept = [_put(buffer, x, i) for buffer, x in zip(stacked, rest[: len(loop.kept)], strict=False)]
+        following = stablehlo.add(i, hlo.scalar(1, torch.int32))
+        return [following, *results[: len(carries)], *kept, *rest[len(loop.kept) :]]
+
+    results = hlo.while_(state, condition, body)[1 + len(carries) :]
+    for q, stacked in zip(loop.kept, results, strict=False):
+        for k, layer in enumerate(loop.turns):
+            env[layer[q]] = hlo.squeeze(hlo.slice_axis(stacked, 0, k, k + 1), [0])
+    env.update(zip([loop.turns[-1][q] for q in loop.last], results[len(loop.kept) :], strict=True))
+
+
+def _buffers(walk: Walk, loop: Loop) -> list[Value]:
+    """Zeros: a stacked buffer for each kept result, and a value for each that only the last layer hands out."""
+    specs = [walk.spec(loop.turns[0][q].meta["val"]) for q in (*loop.kept, *loop.last)]
+    stacked = [[len(loop.turns), *s.shape] if i < len(loop.kept) else s.shape for i, s in enumerate(specs)]
+    return [hlo.full(0, spec.dtype, sizes) for spec, sizes in zip(specs, stacked, strict=True)]
+
+
+def _row(stacked: Value, i: Value) -> Value:
+    """``stacked[i]``."""
+    sizes, zero = hlo.shape(stacked), hlo.full_like(i, 0)
+    piece = hlo.dynamic_slice(stacked, [i, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]])
+    return hlo.squeeze(piece, [0])
+
+
+def _put(buffer: Value, x: Value, i: Value) -> Value:
+    zero = hlo.full_like(i, 0)
+    return hlo.dynamic_update_slice(buffer, hlo.unsqueeze(x, 0), [i, *[zero] * hlo.rank(x)])
+
+
+class Loops:
+    """The loops of one graph, for its walk."""
+
+    def __init__(self, graph_module: GraphModule, name: str) -> None:
+        found = find(graph_module)
+        if not found:
+            _say_none(name)
+        self._first = {loop.turns[0][0]: loop for loop in found}
+        self._inside = {node for loop in found for layer in loop.turns for node in layer}
+        self._alone = [n for n in graph_module.graph.nodes if standing_alone(n)]
+
+    def __bool__(self) -> bool:
+        return bool(self._first)
+
+    def lower(self, walk: Walk, node: Node) -> bool:
+        """Whether the node belongs to a loop; lowers the loop at its first node."""
+        loop = self._first.get(node)
+        if loop:
+            lower(walk, loop, self._alone)
+        return node in self._inside or node in walk.env
+
+
+@functools.cache
+def _say_none(name: str) -> None:
+    """Tell the user, once for each graph, that there was nothing to do."""
+    warnings.warn(
+        f"scan_layers: {name} has no {TURNS} layers in a row that compute the same and keep little of it; it is "
+        "compiled as it is.",
+        TpuCompileWarning,
+        stacklevel=2,
+    )
