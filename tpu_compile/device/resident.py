@@ -13,6 +13,7 @@ import torch
 
 from tpu_compile.calling import ArgumentPlan, Residency, ResultPlan
 from tpu_compile.device import contents
+from tpu_compile.device.glance import Glance
 from tpu_compile.device.programs import duplicate
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Layout, TensorMaker, cell_of, layout_of, maker
@@ -79,10 +80,14 @@ class ResidentPlan:
 
     def __init__(self, program: Program, executable: Any, client: Any, placed: Residency) -> None:
         self.program, self.executable = program, executable
-        self._importers = tuple(
-            (position, _importer(spec, position, client, position in placed.arguments))
-            for spec, position in zip(program.inputs, program.arguments, strict=True)
+        inputs = list(enumerate(zip(program.inputs, program.arguments, strict=True)))
+        self._resident = {p: ResidentArgument(spec, p) for _, (spec, p) in inputs if p in placed.arguments}
+        self._hosts = tuple(
+            (index, p, ArgumentPlan(spec, p, client.put, keep=False).buffer)
+            for index, (spec, p) in inputs
+            if p not in placed.arguments
         )
+        self._glance = Glance([argument.layout for argument in self._resident.values()])
         self._constants = tuple(_constant(t, client) for t in program.constants)
         self._donated = frozenset(program.donated)
         self._results: tuple[tuple[Any, int | None, int | None, object], ...] = tuple(
@@ -93,6 +98,7 @@ class ResidentPlan:
         )
         self._numbers = tuple(i for i, r in enumerate(program.results) if r.number)
         self._mutated = tuple((p, r, self._writer(p, r, placed)) for p, r in program.mutated)
+        self._direct = self._taken_over()
         on_host = any(r.index is not None and i not in placed.results for i, r in enumerate(program.results))
         self._waits = on_host or bool(program.checks) or any(p not in placed.arguments for p, _ in program.mutated)
         self._execute, self._client = executable.execute, client
@@ -103,26 +109,54 @@ class ResidentPlan:
             return None
         return ResidentArgument(spec, position), _maker(spec)
 
+    def _taken_over(self) -> tuple[tuple[int, int], ...] | None:
+        """(place among the resident arguments, result) of each that is overwritten, if all of them are inputs that lie
+        as the program writes them."""
+        places = {position: place for place, position in enumerate(self._resident)}
+        specs = dict(zip(self.program.arguments, self.program.inputs, strict=True))
+        for position, result in self.program.mutated:
+            spec = self.program.outputs[result]
+            if position not in places or spec.order is None or spec != specs[position]:
+                return None
+        return tuple((places[position], result) for position, result in self.program.mutated)
+
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program on one call's arguments; returns the graph's outputs."""
         if device.runner is not None:
             device.runner.flush()
-        buffers = [take(arguments[position]) for position, take in self._importers]
+        tensors = [arguments[position] for position in self._resident]
+        cells = self._glance.cells(tensors)
+        buffers = self._looked_at(tensors) if cells is None else [cell.buffer for cell in cells]
+        for index, position, take in self._hosts:
+            buffers.insert(index, take(arguments[position]))
         if self._donated:
             self._separate(buffers)
         buffers.extend(self._constants)
         if self.program.random:
             buffers.append(self._client.put(device.generator.draw(self.program.draws)))
-        resident = [writer is not None and writer[0].resides(arguments[p]) for p, _, writer in self._mutated]
+        direct = self._direct if cells is not None else None
+        if direct is None:
+            resident = [writer is not None and writer[0].resides(arguments[p]) for p, _, writer in self._mutated]
         outputs = self._execute(buffers)
         counters["executions"] += 1
         if self._waits or device.synchronous:
             self._client.ready(outputs)
             for check in self.program.checks:
                 check.function(self._client.fetch(outputs[check.result]))
-        for (position, result, writer), direct in zip(self._mutated, resident, strict=True):
-            self._overwrite(arguments[position], outputs[result], writer, direct)
+        if direct is not None and cells is not None:
+            for place, result in direct:
+                cells[place].buffer = outputs[result]
+        else:
+            for (position, result, writer), inside in zip(self._mutated, resident, strict=True):
+                self._overwrite(arguments[position], outputs[result], writer, inside)
         return self._exported(arguments, outputs)
+
+    def _looked_at(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """The buffers of `tpu` arguments, each looked at by itself; together the next time, if all fit."""
+        pairs = list(zip(self._resident.values(), tensors, strict=True))
+        if tensors and all(argument.resides(t) for argument, t in pairs):
+            self._glance.learn(tensors)
+        return [argument.buffer(t) for argument, t in pairs]
 
     def _separate(self, buffers: list[Any]) -> None:
         """One buffer may not be passed twice if it is donated once: give the others a copy."""
@@ -158,12 +192,6 @@ class ResidentPlan:
         return results
 
 
-def _importer(spec: TensorSpec, position: int, client: Any, resident: bool) -> Callable[[torch.Tensor], Any]:
-    if resident:
-        return ResidentArgument(spec, position).buffer
-    return ArgumentPlan(spec, position, client.put, keep=False).buffer
-
-
 def _exporter(spec: TensorSpec, client: Any, resident: bool) -> Callable[[Any], torch.Tensor]:
     if not resident:
         return ResultPlan(spec, client.fetch).tensor
@@ -171,8 +199,13 @@ def _exporter(spec: TensorSpec, client: Any, resident: bool) -> Callable[[Any], 
     if spec.order is not None:
         return make
 
+    # Axes that an expanded result repeats hold one element.
+    held = tuple(1 if not step else size for size, step in zip(spec.shape, spec.stride, strict=True))
+
     def restrided(buffer: Any) -> torch.Tensor:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="tpu").copy_(make(buffer))
+        value = make(buffer)[tuple(slice(size) for size in held)]
+        kept = torch.empty_strided(held, spec.stride, dtype=spec.dtype, device="tpu").copy_(value)
+        return kept.as_strided(spec.shape, spec.stride)
 
     return restrided
 
