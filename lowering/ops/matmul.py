@@ -21,7 +21,25 @@ aten = torch.ops.aten
 def product(a: Value, b: Value, contract: Any, batch: Any = ((), ())) -> Value:
     """A dot in the operands' dtype. Integers multiply exactly; 16-bit floats accumulate in float32, round once."""
     kind = hlo.dtype(a)
+    if kind == torch.int32 and (narrow := int8_operands(a, b)):
+        a, b = narrow
     return hlo.convert(hlo.dot_general(a, b, contract, batch, out=dtypes.opmath(kind)), kind)
+
+
+def int8_operands(a: Value, b: Value) -> tuple[Value, Value] | None:
+    """The int8 tensors that two int32 factors were converted from: their product is one of int8 with int32 sums."""
+    narrow = _before_widening(a), _before_widening(b)
+    return None if narrow[0] is None or narrow[1] is None else (narrow[0], narrow[1])
+
+
+def _before_widening(x: Value) -> Value | None:
+    op = getattr(x.owner, "opview", None)
+    if isinstance(op, stablehlo.TransposeOp):
+        inner = _before_widening(op.operand)
+        return None if inner is None else hlo.transpose(inner, list(op.permutation))
+    if isinstance(op, stablehlo.ConvertOp) and hlo.dtype(op.operand) == torch.int8:
+        return op.operand
+    return None
 
 
 @lowers(aten.mm.default)

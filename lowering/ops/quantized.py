@@ -1,0 +1,65 @@
+"""Products of 8-bit operands: int8 with int32 sums, int8 weights of floating activations, scaled float8.
+
+The operands go into the dot as they are. What scales a result is applied to its wide sums, which are rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxlib.mlir.dialects import stablehlo
+
+from tpu_compile.lowering import dtypes, hlo
+from tpu_compile.lowering.context import LoweringContext
+from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.registry import lowers
+
+aten = torch.ops.aten
+
+
+@lowers(aten._int_mm.default)
+def int_mm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
+    return hlo.dot_general(x, mat2, ((1,), (0,)), out=torch.int32)
+
+
+@lowers(aten._weight_int8pack_mm.default)
+def weight_int8pack_mm(ctx: LoweringContext, x: Value, mat2: Value, scales: Value) -> Value:
+    """``(x @ mat2.T) * scales``; int8 is exact in every floating dtype."""
+    wide = dtypes.opmath(hlo.dtype(x))
+    sums = hlo.dot_general(x, hlo.convert(mat2, hlo.dtype(x)), ((1,), (1,)), out=wide)
+    scale = hlo.broadcast(hlo.convert(scales, wide), hlo.shape(sums))
+    return hlo.convert(stablehlo.multiply(sums, scale), ctx.out.dtype)
+
+
+@lowers(aten._scaled_mm.default)
+def scaled_mm(
+    ctx: LoweringContext,
+    x: Value,
+    mat2: Value,
+    scale_a: Value,
+    scale_b: Value,
+    bias: Value | None = None,
+    scale_result: Value | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Value:
+    """``(x * scale_a) @ (mat2 * scale_b) + bias``, with one scale for all or one for each row and column."""
+    rows, columns = ctx.out.shape
+    sums = hlo.dot_general(x, mat2, ((1,), (0,)), out=torch.float32)
+    for scale, sizes in ((scale_a, (rows, 1)), (scale_b, (1, columns))):
+        sums = stablehlo.multiply(sums, _scale(ctx, scale, sizes, hlo.shape(sums)))
+    if bias is not None:
+        sums = stablehlo.add(sums, hlo.broadcast(hlo.convert(bias, torch.float32), hlo.shape(sums)))
+    if scale_result is not None and ctx.out.dtype.itemsize == 1:
+        sums = stablehlo.multiply(sums, _scale(ctx, scale_result, (1, 1), hlo.shape(sums)))
+    return hlo.convert(sums, ctx.out.dtype)
+
+
+def _scale(ctx: LoweringContext, scale: Value, sizes: tuple[int, int], whole: list[int]) -> Value:
+    if hlo.numel(scale) == 1:
+        sizes = (1, 1)
+    elif hlo.shape(scale) != list(sizes):
+        ctx.refuse(
+            f"scales of {hlo.shape(scale)}: blocks have no rule",
+            "give one scale for the tensor, or one for each row of the first factor and column of the second",
+        )
+    return hlo.broadcast(hlo.reshape(hlo.convert(scale, torch.float32), sizes), whole)

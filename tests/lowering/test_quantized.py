@@ -1,0 +1,116 @@
+"""8-bit products are real 8-bit dots, and autocast gives each op the dtype that eager gives it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tpu_compile import compiler
+from tpu_compile.lowering import fx
+from tpu_compile.tolerances import TOLERANCE
+
+
+def check(fn, *args, pattern: str = "", rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Compiled equals eager, and the StableHLO holds ``pattern``."""
+    with compiler.record() as seen:
+        got = torch.compile(fn, backend="tpu", fullgraph=True)(*args)
+    want = fn(*args)
+    torch.testing.assert_close(got.float(), want.float(), rtol=rtol, atol=atol)
+    assert got.dtype == want.dtype
+    assert pattern in fx.text(seen.lowerings[0].compiled.program.bytecode)
+
+
+def int8(*sizes: int) -> torch.Tensor:
+    return torch.randint(-128, 128, sizes, dtype=torch.int8)
+
+
+def test_int_mm_has_int32_sums():
+    x, w = int8(32, 64), int8(16, 64)
+    check(lambda x, w: torch._int_mm(x, w.t()), x, w, pattern="xi8>) -> tensor<32x16xi32>")
+    check(lambda x, w: x.to(torch.int32) @ w.to(torch.int32).t(), x, w, pattern="xi8>) -> tensor<32x16xi32>")
+    check(lambda x, w: x.to(torch.int32) @ w, x, w.t().to(torch.int32), pattern="xi32>) -> tensor<32x16xi32>")
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_int8_weights_of_floating_activations(kind):
+    torch.manual_seed(0)
+    x, w, scales = torch.randn(4, 64, dtype=kind), int8(16, 64), (torch.rand(16) / 128).to(kind)
+    tolerance = TOLERANCE[kind]
+    check(torch._weight_int8pack_mm, x, w, scales, rtol=tolerance[0], atol=tolerance[1])
+
+
+class Dynamic(nn.Module):
+    """A linear layer quantised as torchao does: weights by row beforehand, activations by token at each call."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", linear.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127
+        quantised = (x / scale).round().clamp(-128, 127).to(torch.int8)
+        sums = torch._int_mm(quantised.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
+        return sums * scale * self.scale.t() + self.bias
+
+
+def test_a_dynamically_quantised_linear_is_an_int8_dot():
+    torch.manual_seed(0)
+    linear, x = nn.Linear(64, 32), torch.randn(4, 8, 64)
+    check(Dynamic(linear), x, pattern="xi8>) -> tensor<32x32xi32>", rtol=1e-5, atol=1e-5)
+    assert (Dynamic(linear)(x) - linear(x)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+def test_scaled_float8_products(by_row, kind):
+    torch.manual_seed(0)
+    x, w = (torch.randn(16, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    scales = (torch.rand(16, 1), torch.rand(1, 16)) if by_row else (torch.tensor(0.5), torch.tensor(0.25))
+    if by_row and kind != torch.bfloat16:
+        pytest.skip("torch's own kernel gives bfloat16 only")
+    step = {torch.bfloat16: 2**-7, torch.float32: 1e-5, torch.float8_e4m3fn: 2**-3}[kind]
+    pattern = "f8E4M3FN>) -> tensor<16x16xf32>"
+    check(
+        lambda x, w, a, b: torch._scaled_mm(x, w.t(), a, b, out_dtype=kind), x, w, *scales, pattern=pattern, rtol=step
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_each_op_eagers_dtype(device, kind):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 4, 8, device=device), torch.randn(8, 8, device=device)
+    image, kernel = torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
+    ops = {
+        "linear": lambda: nn.functional.linear(x, w),
+        "matmul": lambda: x @ w,
+        "einsum": lambda: torch.einsum("bij,jk->bik", x, w),
+        "baddbmm": lambda: torch.baddbmm(x, x, w.expand(2, 8, 8)),
+        "conv2d": lambda: nn.functional.conv2d(image, kernel),
+        "attention": lambda: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        "softmax": lambda: (x @ w).softmax(-1),
+        "layer_norm": lambda: nn.functional.layer_norm(x @ w, (8,)),
+        "gelu": lambda: nn.functional.gelu(x @ w),
+        "sum": lambda: (x @ w).sum(),
+        "exp": lambda: (x @ w).exp(),
+        "pow": lambda: (x @ w).pow(2),
+        "mse_loss": lambda: nn.functional.mse_loss(x @ w, x),
+        "cross_entropy": lambda: nn.functional.cross_entropy((x @ w).flatten(0, 1), x.flatten()[:8].long() * 0),
+        "cat": lambda: torch.cat([x @ w, x]),
+        "add": lambda: (x @ w) + x,
+        "norm": lambda: (x @ w).norm(),
+        "cumsum": lambda: (x @ w).cumsum(0),
+        "stack": lambda: torch.stack([x @ w, x]),
+    }
+
+    def run():
+        with torch.autocast(device, kind):
+            return [op() for op in ops.values()]
+
+    compiled = torch.compile(run, backend="tpu", fullgraph=True)()
+    dtypes = [dict(zip(ops, (t.dtype for t in results), strict=True)) for results in (compiled, run())]
+    assert dtypes[0] == dtypes[1]
