@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tpu_compile.config import OPTIONS, override, scoped
+from tpu_compile.config import OPTIONS, config, override, scoped
 from tpu_compile.errors import ConfigError, TpuCompileError, TpuCompileWarning, nearest
 
 
@@ -89,5 +89,5 @@ def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str,
             return capture.compile_captured(graph, f"{name}_{kind}", kind, one_graph, keeping)
 
     with override(**scope):
-        keeping = keeper(graph_module, example_inputs, name, one_graph)
+        keeping = None if config.async_compile else keeper(graph_module, example_inputs, name, one_graph)
         return capture.aot_graphs(graph_module, example_inputs, compile_one, keeping)

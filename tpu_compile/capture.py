@@ -20,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from tpu_compile import compiler, views
+from tpu_compile import asynchronous, compiler, views
 from tpu_compile.compiler import compile_graph
 from tpu_compile.config import config
 from tpu_compile.errors import TpuCompileError
@@ -200,5 +200,7 @@ def compile_captured(graph_module: GraphModule, name: str, kind: str, one_graph:
     tail = views.take(graph_module)
     kept = static_arguments(graph_module.graph, kind)
     lazy = kind == "backward" and keeper is not None and not keeper.ahead_of_time
-    compiled = compile_graph(graph_module, name, kept=kept, one_graph=one_graph, lazy=lazy)
+    make = partial(compile_graph, graph_module, name, kept=kept, one_graph=one_graph, lazy=lazy)
+    later = config.async_compile and asynchronous.runs_eagerly(graph_module)
+    compiled = asynchronous.WhenReady(graph_module, make) if later else make()
     return compiled if tail is None else views.Replayed(compiled, tail)

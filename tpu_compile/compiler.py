@@ -190,6 +190,10 @@ class CompiledGraph:
         finally:
             arguments.clear()
 
+    def prepare(self, arguments: Sequence[Any]) -> None:
+        """Lower and compile for the sizes of ``arguments``, unless that is done."""
+        self._bound(arguments)
+
     def _bound(self, arguments: Sequence[Any]) -> Any:
         sizes = tuple([read(arguments) for read in self._read_sizes])
         plan = self._plans.get(sizes)

@@ -200,6 +200,12 @@ KNOBS: dict[str, Knob] = {
             keyed=True,
         ),
         _knob(
+            "async_compile",
+            _bool,
+            False,
+            "Run eagerly, op by op, until a thread has compiled the graph.",
+        ),
+        _knob(
             "scan_layers",
             _bool,
             False,
@@ -211,16 +217,16 @@ KNOBS: dict[str, Knob] = {
             "target",
             str,
             "",
-            "A TPU slice that need not be here, such as v6e:2x2: every program is compiled for it too, and a first call "
-            "fails where one does not fit. What runs is this machine's.",
+            "A TPU slice that need not be here, such as v6e:2x2: every program is compiled for it too, and a first "
+            "call fails where one does not fit. What runs is this machine's.",
         ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
 }
 OPTIONS = frozenset(
-    "activation_memory_budget excess_precision xla_options optimization_level debug_checks scan_layers lowering "
-    "cache dump_to log_compiles platform target".split()
+    "activation_memory_budget async_compile excess_precision xla_options optimization_level debug_checks scan_layers "
+    "lowering cache dump_to log_compiles platform target".split()
 )
 """Knobs that ``torch.compile(options=...)`` takes too."""
 

@@ -1,11 +1,11 @@
 """Counters: what happened, as a flat dict of numbers. They are the evidence (tests assert on them); logs are not.
 
-Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``fallback_ops`` ``memory_hits``
-``disk_hits`` ``disk_misses`` ``disk_puts`` ``disk_waits`` ``disk_evictions`` ``remote_hits`` ``remote_misses``
-``remote_puts`` ``lowering_hits`` ``lowering_misses`` ``lowering_puts`` (a graph's program, found in the same place)
-``tracing_hits`` ``tracing_misses`` ``tracing_puts`` ``tracing_bypasses`` (what AOTAutograd made, in torch's own cache)
-``cache_faults`` ``h2d_bytes`` ``d2h_bytes`` ``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir``
-``ops_eager``.
+Counts: ``graphs`` ``nodes`` ``lowerings`` ``xla_compiles`` ``executions`` ``eager_calls`` (until a graph was
+compiled) ``fallback_ops`` ``memory_hits`` ``disk_hits`` ``disk_misses`` ``disk_puts`` ``disk_waits``
+``disk_evictions`` ``remote_hits`` ``remote_misses`` ``remote_puts`` ``lowering_hits`` ``lowering_misses``
+``lowering_puts`` (a graph's program, found in the same place) ``tracing_hits`` ``tracing_misses`` ``tracing_puts``
+``tracing_bypasses`` (what AOTAutograd made, in torch's own cache) ``cache_faults`` ``h2d_bytes`` ``d2h_bytes``
+``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir`` ``ops_eager``.
 Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``, and ``saved_seconds``: compiling that
 cache hits made unnecessary.
 
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _COUNTS = (
-    "graphs nodes lowerings xla_compiles executions fallback_ops memory_hits disk_hits disk_misses disk_puts "
-    "disk_waits disk_evictions remote_hits remote_misses remote_puts cache_faults "
+    "graphs nodes lowerings xla_compiles executions eager_calls fallback_ops memory_hits disk_hits disk_misses "
+    "disk_puts disk_waits disk_evictions remote_hits remote_misses remote_puts cache_faults "
     "lowering_hits lowering_misses lowering_puts tracing_hits tracing_misses tracing_puts tracing_bypasses "
     "h2d_bytes d2h_bytes copied_arguments ops_native ops_jnp ops_torch_mlir ops_eager"
 ).split()
