@@ -17,6 +17,7 @@ TpuCompileError                   (RuntimeError)
 ├── ExportError                   a model that cannot be written to a file, or a file that cannot serve as asked
 │   ├── DamagedFile               it is not what was written: copy it again, or export again
 │   └── NewerFile                 made by a newer version: upgrade, or export again with this one
+├── PaddingVisible                a function looks at what `Buckets` padded: name its mask, or pad less
 ├── CacheError                    never escapes a normal call: only `tpu-compile cache …` shows it
 ├── MissingDependency             an optional package is not installed; the message holds the pip line
 └── ConfigError                   an unknown or malformed option or knob; names the nearest known one
@@ -131,6 +132,10 @@ class DamagedFile(ExportError):
 
 class NewerFile(ExportError):
     """A file of a newer version of tpu_compile, or with a program of a newer StableHLO."""
+
+
+class PaddingVisible(TpuCompileError):
+    """A result of ``Buckets`` is not that of the same call without padding."""
 
 
 class CacheError(TpuCompileError):

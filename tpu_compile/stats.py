@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,15 +60,27 @@ def timed(name: str, program: str = "") -> Iterator[None]:
             event("stage/end", stage=name, program=program, seconds=seconds)
 
 
-def stats() -> dict[str, float]:
-    """A copy of all counters since the process started or ``reset_stats`` was called."""
-    return dict(counters)
+def stats() -> dict[str, Any]:
+    """A copy of all counters since the process started or ``reset_stats`` was called. Where ``Buckets`` are in use,
+    ``shapes`` holds a dict for each: calls by size, elements given and padded, calls checked, calls run eagerly."""
+    shapes = {name: dict(report) for name, report in _shapes.items() if report}
+    return {**counters, **({"shapes": shapes} if shapes else {})}
+
+
+_shapes: dict[str, Counter[str]] = {}
+
+
+def shape_report(name: str) -> Counter[str]:
+    """The live report of the ``Buckets`` of a function."""
+    return _shapes.setdefault(name, Counter())
 
 
 def reset_stats() -> None:
     """Set every counter to zero."""
     with _lock:
         counters.update(_zero())
+        for report in _shapes.values():
+            report.clear()
 
 
 Listener = Callable[[str, dict[str, Any]], None]
