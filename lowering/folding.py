@@ -3,9 +3,11 @@ where their axes stood, since undoing a merge of axes that do not lie together i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxlib.mlir import ir
@@ -26,13 +28,35 @@ class Folded:
         """What the axis is the product of."""
         return [hlo.shape(self.base)[i] for i in self.groups[axis]]
 
+    def merged(self, axis: int) -> Folded | None:
+        """The same with one axis in one piece, if its axes lie together in ``base``."""
+        group = self.groups[axis]
+        if not group or list(group) != list(range(group[0], group[0] + len(group))):
+            return None
+        shape, first, gone = hlo.shape(self.base), group[0], len(group) - 1
+        base = hlo.reshape(self.base, [*shape[:first], math.prod(self.sizes(axis)), *shape[first + gone + 1 :]])
+        moved = [tuple(i if i <= first else i - gone for i in g) for g in self.groups]
+        moved[axis] = (first,)
+        return Folded(base, tuple(moved))
+
 
 def fold(x: Value) -> Folded:
     """What ``x`` was before it was permuted and its axes were merged."""
+    return folds(x)[0]
+
+
+def folds(x: Value) -> list[Folded]:
+    """``x`` before each of the permutations and merges that made it, the earliest first; ``x`` itself is the last."""
     base, groups = x, [[i] for i in range(hlo.rank(x))]
+    found = [_without_ones(base, groups)]
     while (step := _undo(base)) is not None:
         base, mapping = step
         groups = [[axis for i in group for axis in mapping[i]] for group in groups]
+        found.append(_without_ones(base, groups))
+    return found[::-1]
+
+
+def _without_ones(base: Value, groups: list[list[int]]) -> Folded:
     shape = hlo.shape(base)
     kept = [i for i, size in enumerate(shape) if size != 1]
     place = {axis: i for i, axis in enumerate(kept)}
@@ -75,12 +99,48 @@ def batched_product(a: Value, b: Value, out: torch.dtype) -> Value:
     if not _worthwhile(left, right) or left.sizes(0) != right.sizes(0) or left.sizes(2) != right.sizes(1):
         return hlo.dot_general(a, b, ((2,), (1,)), ((0,), (0,)), out=out)
     batch, contract = (left.groups[0], right.groups[0]), (left.groups[2], right.groups[1])
+    result = _in_order(left, right, left.groups[1], right.groups[2], contract, batch, out)
+    return hlo.reshape(result, [hlo.shape(a)[0], hlo.shape(a)[1], hlo.shape(b)[2]])
+
+
+def unmerged_product(a: Value, b: Value, out: torch.dtype) -> Value:
+    """[M, K] times [K, N] in dtype ``out``; M and N are the axes that they were made of, for a reshape to merge."""
+    pair = _agreeing(folds(a), folds(b))
+    if pair is None or not _worthwhile(*pair):
+        return hlo.dot_general(a, b, ((1,), (0,)), out=out)
+    left, right = pair
+    contract = (left.groups[1], right.groups[0])
+    return _in_order(left, right, left.groups[0], right.groups[1], contract, ((), ()), out)
+
+
+def _agreeing(lefts: Sequence[Folded], rights: Sequence[Folded]) -> tuple[Folded, Folded] | None:
+    """The earliest forms of two matrices that agree on what K is made of, or on K in one piece."""
+    pairs = list(itertools.product(lefts, rights))
+    for left, right in pairs:
+        if left.sizes(1) == right.sizes(0):
+            return left, right
+        whole = left.merged(1), right.merged(0)
+        if whole[0] is not None and whole[1] is not None:
+            return whole[0], whole[1]
+    return None
+
+
+def _in_order(
+    left: Folded,
+    right: Folded,
+    rows: Sequence[int],
+    columns: Sequence[int],
+    contract: Any,
+    batch: Any,
+    out: torch.dtype,
+) -> Value:
+    """The product with its axes in the order of the groups: a dot has free axes in that of its operands."""
     result = hlo.dot_general(left.base, right.base, contract, batch, out=out)
     places, start = list(range(len(batch[0]))), len(batch[0])
-    for free in (left.groups[1], right.groups[2]):
+    for free in (rows, columns):
         places += [start + sorted(free).index(axis) for axis in free]
         start += len(free)
-    return hlo.reshape(hlo.transpose(result, places), [hlo.shape(a)[0], hlo.shape(a)[1], hlo.shape(b)[2]])
+    return hlo.transpose(result, places)
 
 
 def _worthwhile(*operands: Folded) -> bool:

@@ -15,12 +15,16 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
-from tpu_compile.lowering.ops.norm import keep, promised
+from tpu_compile.lowering.ops.norm import promised
 from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
 
 _HEADS = ((0, 1), (0, 1))
+_LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
+_DIVIDED_EARLY = 32 << 20
+"""Bytes of scores that stay in a TPU's vector memory: dividing them there costs nothing. Larger ones go through HBM,
+and the result of the product is divided."""
 
 
 def scores(query: Value, key: Value, mask: Value | None, causal: bool, scale: float | None) -> Value:
@@ -65,23 +69,31 @@ def _mask_by_key_head(mask: Value, query: Value, key: Value) -> Value:
 
 
 def attend(
-    query: Value, key: Value, value: Value, mask: Value | None, causal: bool, scale: float | None
+    ctx: LoweringContext,
+    query: Value,
+    key: Value,
+    value: Value,
+    mask: Value | None,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Value, Value]:
     """(output, log-sum-exp of the scores), in the widened dtype. A row that sees nothing gives 0, as in torch."""
     raw = scores(query, key, mask, causal, scale)
-    last = hlo.rank(raw) - 1
-    top = keep(raw, [last], "maximum")
-    top = hlo.select(hlo.compare(top, hlo.full_like(top, -math.inf), "EQ"), hlo.full_like(top, 0), top)
-    powers = stablehlo.exponential(stablehlo.subtract(raw, top))
-    total = hlo.reduce(powers, [last], "add")
-    blank = hlo.compare(total, hlo.full_like(total, 0), "EQ")
-    total = hlo.select(blank, hlo.full_like(total, 1), total)
-    weights = hlo.convert(powers, hlo.dtype(value))
-    mixed = hlo.dot_general(weights, value, ((last,), (2,)), _HEADS, out=hlo.dtype(raw))
-    output = stablehlo.divide(mixed, hlo.broadcast_in_dim(total, hlo.shape(mixed), list(range(last))))
-    peak = hlo.reduce(raw, [last], "maximum")
-    peak = hlo.select(hlo.compare(peak, hlo.full_like(peak, -math.inf), "EQ"), hlo.full_like(peak, 0), peak)
+    kind, last = hlo.dtype(raw), hlo.rank(raw) - 1
+    # A row of -inf has the lowest finite number as its top, and powers of 0. Every other row's powers add up to 1 or
+    # more. Comparing and selecting instead would keep a TPU from fusing the powers with their sum.
+    top = hlo.reduce(raw, [last], "maximum", init=_LOWEST[kind])
+    powers = stablehlo.exponential(stablehlo.subtract(raw, _by_row(top, hlo.shape(raw))))
+    powers_sum = hlo.reduce(powers, [last], "add")
+    total = stablehlo.maximum(powers_sum, hlo.full_like(powers_sum, 1))
+    early = ctx.family == "tpu" and hlo.numel(raw) * kind.itemsize <= _DIVIDED_EARLY
+    if early:
+        powers = stablehlo.divide(powers, _by_row(total, hlo.shape(powers)))
+    mixed = hlo.dot_general(hlo.convert(powers, hlo.dtype(value)), value, ((last,), (2,)), _HEADS, out=kind)
+    output = mixed if early else stablehlo.divide(mixed, _by_row(total, hlo.shape(mixed)))
     rows = hlo.shape(query)[:3]
+    blank = hlo.compare(powers_sum, hlo.full_like(total, 0), "EQ")
+    peak = hlo.select(blank, hlo.full_like(top, 0), top)
     summed = hlo.reshape(stablehlo.add(peak, stablehlo.log(total)), rows)
     return hlo.reshape(output, [*rows, hlo.shape(value)[3]]), summed
 
@@ -135,7 +147,7 @@ def scaled_dot_product_flash_attention_for_cpu(
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
     _no_dropout(ctx, dropout_p)
-    return promised(ctx, *attend(query, key, value, attn_mask, is_causal, scale))
+    return promised(ctx, *attend(ctx, query, key, value, attn_mask, is_causal, scale))
 
 
 def _no_dropout(ctx: LoweringContext, dropout_p: float) -> None:
@@ -177,7 +189,7 @@ def scaled_dot_product_fused_attention_overrideable(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     _no_dropout(ctx, dropout_p)
-    output, total = promised_pair(ctx, *attend(query, key, value, attn_bias, is_causal, scale))
+    output, total = promised_pair(ctx, *attend(ctx, query, key, value, attn_bias, is_causal, scale))
     rest = [hlo.full(0, s.dtype, s.shape) if hasattr(s, "dtype") else s for s in ctx.outs[2:]]
     return output, total, *rest
 

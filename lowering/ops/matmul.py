@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import chlo, stablehlo
 
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
-from tpu_compile.lowering.folding import batched_product
+from tpu_compile.lowering.folding import batched_product, unmerged_product
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.registry import lowers
 
@@ -44,13 +44,16 @@ def _before_widening(x: Value) -> Value | None:
 
 @lowers(aten.mm.default)
 def mm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
+    kind = hlo.dtype(x)
+    if ctx.family == "tpu" and kind != torch.int32:
+        return hlo.reshape(hlo.convert(unmerged_product(x, mat2, dtypes.opmath(kind)), kind), ctx.out.shape)
     return product(x, mat2, ((1,), (0,)))
 
 
 @lowers(aten.bmm.default)
 def bmm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
-    if ctx.family == "tpu":
-        kind = hlo.dtype(x)
+    kind = hlo.dtype(x)
+    if ctx.family == "tpu" and kind != torch.int32:
         return hlo.convert(batched_product(x, mat2, dtypes.opmath(kind)), kind)
     return product(x, mat2, ((2,), (1,)), ((0,), (0,)))
 
@@ -67,7 +70,20 @@ def dot(ctx: LoweringContext, x: Value, tensor: Value) -> Value:
 
 @lowers(aten.addmm.default)
 def addmm(ctx: LoweringContext, x: Value, mat1: Value, mat2: Value, *, beta: Any = 1, alpha: Any = 1) -> Value:
+    if ctx.family == "tpu" and (beta, alpha) == (1, 1) and hlo.rank(x) == 1:
+        return _linear(ctx, x, mat1, mat2)
     return _add_product(ctx, x, mat1, mat2, ((1,), (0,)), ((), ()), beta, alpha)
+
+
+def _linear(ctx: LoweringContext, bias: Value, x: Value, weight: Value) -> Value:
+    """``x @ weight + bias``, rounded once, on the axes that the rows of ``x`` were made of."""
+    kind = dtypes.opmath(ctx.out.dtype)
+    result = unmerged_product(x, weight, kind)
+    if hlo.shape(result)[-1:] != list(ctx.out.shape[1:]):  # the columns were made of several axes
+        result = hlo.reshape(result, ctx.out.shape)
+    # broadcast before it is widened: a TPU then widens it inside the product's fusion
+    term = hlo.convert(hlo.broadcast(bias, hlo.shape(result)), kind)
+    return hlo.reshape(hlo.convert(stablehlo.add(result, term), ctx.out.dtype), ctx.out.shape)
 
 
 @lowers(aten.addmv.default)

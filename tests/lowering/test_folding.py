@@ -39,6 +39,36 @@ def test_einsum_for_a_tpu(name, dtype):
     torch.testing.assert_close(result, product(a.double(), b.double()).to(dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 3, 4), (5, 4), (2, 3, 1, 4), (0, 3, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [1, 6])
+def test_linear_for_a_tpu(sizes, bias, width):
+    x, weight = (torch.arange(math.prod(s)).reshape(s).remainder(7).sub(3.0) for s in (sizes, (width, 4)))
+    arguments = [x, weight, torch.arange(width) + 1.0][: 2 + bias]
+    traced = tpu_compile.trace(torch.nn.functional.linear, *arguments)
+    program = traced.lower("tpu").program
+    built = compiler.runtime.executable(program, compiler.options_in_force())
+    (result,) = CallPlan(program, built.executable, built.client)(arguments)
+    assert torch.equal(result, torch.nn.functional.linear(*arguments))
+
+
+def test_rows_of_a_linear_layer_stay_apart():
+    traced = tpu_compile.trace(torch.nn.functional.linear, torch.ones(2, 3, 4), torch.ones(6, 4), torch.ones(6))
+    assert "(tensor<2x3x4xf32>, tensor<6x4xf32>) -> tensor<2x3x6xf32>" in traced.lower("tpu").as_text()
+
+
+def test_heads_are_merged_and_tokens_stay_apart():
+    def project(x, weight):
+        return torch.nn.functional.linear(x.transpose(1, 2).reshape(2, 5, 12), weight)
+
+    x, weight = torch.randn(2, 3, 5, 4), torch.randn(6, 12)
+    program = (lowered := tpu_compile.trace(project, x, weight).lower("tpu")).program
+    assert "(tensor<2x5x12xf32>, tensor<6x12xf32>) -> tensor<2x5x6xf32>" in lowered.as_text()
+    built = compiler.runtime.executable(program, compiler.options_in_force())
+    (result,) = CallPlan(program, built.executable, built.client)([x, weight])
+    torch.testing.assert_close(result, project(x, weight))
+
+
 def test_axes_are_contracted_where_they_stand():
     x, weights = torch.ones(6, 4), torch.ones(3, 4, 5)
     traced = tpu_compile.trace(lambda x, w: torch.einsum("tw,ewi->eti", x, w), x, weights)

@@ -50,7 +50,8 @@ def grouped(q: Array, k: Array, v: Array, allowed: Array) -> Array:
 
 
 def causal(tokens: int) -> Array:
-    return jnp.tril(jnp.ones((tokens, tokens), bool))
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    return at[:, None] >= at
 
 
 def split_heads(x: Array, size: int) -> Array:
@@ -97,13 +98,13 @@ def finish(p: Params, at: str, x: Array, mixed: Array) -> Array:
 
 
 def llama_block(p: Params, x: Array, *, size: int = 128) -> Array:
-    q, k, v = project(p, "", rms_norm(p, "norm_a", x), jnp.arange(x.shape[1]), size)
+    q, k, v = project(p, "", rms_norm(p, "norm_a", x), jnp.arange(x.shape[1], dtype=jnp.int32), size)
     return finish(p, "", x, grouped(q, k, v, causal(x.shape[1])))
 
 
 def decode(p: Params, ids: Array, at: Array, *cache: Array, size: int = 128) -> tuple[Array, tuple[Array, ...]]:
     x = p["words.weight"][ids]
-    allowed = jnp.arange(cache[0].shape[2]) <= at
+    allowed = jnp.arange(cache[0].shape[2], dtype=jnp.int32) <= at.astype(jnp.int32)
     written = []
     for i, (keys, values) in enumerate(zip(cache[::2], cache[1::2], strict=True)):
         q, k, v = project(p, f"layers.{i}.", rms_norm(p, f"layers.{i}.norm_a", x), at, size)
@@ -118,7 +119,7 @@ def mixture(p: Params, x: Array, *, best: int = 2) -> Array:
     chances = jax.nn.softmax(linear(p, "router", x).astype(jnp.float32))
     weights, chosen = lax.top_k(chances, best)
     weights = (weights / weights.sum(-1, keepdims=True)).astype(x.dtype)
-    rows = jnp.arange(len(x))[:, None]
+    rows = jnp.arange(len(x), dtype=jnp.int32)[:, None]
     shares = jnp.zeros(chances.shape, x.dtype).at[rows, chosen].set(weights, mode="promise_in_bounds")
     gate, up = (jnp.einsum("tw,ewi->eti", x, p[name]) for name in ("gate", "up"))
     inner = jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up
