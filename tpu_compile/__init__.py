@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tpu_compile.lowering.jnp import lowers_jnp
     from tpu_compile.lowering.registry import lowers
     from tpu_compile.stages import trace
+    from tpu_compile.training.functional import functional_step
     from tpu_compile.training.step import train_step
     from tpu_compile.warm.ahead import aot
 
@@ -63,6 +64,7 @@ _LAZY = {
     "trace": "tpu_compile.stages",
     "lowers": "tpu_compile.lowering.registry",
     "lowers_jnp": "tpu_compile.lowering.jnp",
+    "functional_step": "tpu_compile.training.functional",
     "train_step": "tpu_compile.training.step",
 }
 
@@ -91,6 +93,7 @@ __all__ = [
     "aot",
     "config",
     "export",
+    "functional_step",
     "load",
     "lowers",
     "lowers_jnp",

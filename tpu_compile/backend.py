@@ -6,8 +6,9 @@ Found through the entry points ``tpu`` and ``tpu_compile``; nothing heavy is imp
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tpu_compile.config import OPTIONS, config, override, scoped
@@ -76,12 +77,32 @@ def ahead(name: str) -> Callable[[Any, Sequence[Any]], Any]:
     return lambda graph_module, example_inputs: _compile(graph_module, example_inputs, {}, name)
 
 
+_FIRST_STEPS = 2
+"""How often an optimizer's step is compiled anyway: before its state exists, and then with it."""
+
+
+def _note_optimizer(step: tuple[Any, Any] | None) -> None:
+    """Warn once where a schedule makes Dynamo compile an optimizer's step again and again."""
+    if step is not None and next(_compiles(step)) == _FIRST_STEPS:
+        _warn_once(
+            "an optimizer's step is compiled for the third time: torch builds a learning rate that is a Python number "
+            "into the program. Pass lr=torch.tensor(0.1), or make the whole step one program: tpu_compile.train_step."
+        )
+
+
+@functools.cache
+def _compiles(step: tuple[Any, Any]) -> Iterator[int]:
+    """Counts the compiles of one optimizer's step."""
+    return itertools.count()
+
+
 def _compile(graph_module: Any, example_inputs: Sequence[Any], chosen: dict[str, Any], ahead: str = "") -> Any:
     from tpu_compile import capture
     from tpu_compile.warm.autograd import keeper
 
     one_graph, name = bool(ahead) or capture.one_graph(), ahead or capture.frame_name()
     capture.note_break()
+    _note_optimizer(capture.optimizer_step())
     scope = scoped(chosen)
 
     def compile_one(graph: Any, kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -50,6 +51,17 @@ def frame_name() -> str:
         return type(module).__name__
     name = translator.f_code.co_qualname.replace("<locals>.", "")
     return "_".join(re.findall(r"\w+", name)[-2:]) or "graph"
+
+
+def optimizer_step() -> tuple[Any, Any] | None:
+    """Which optimizer (a weak reference) Dynamo is compiling a method of, and the method's code; None if it compiles
+    something else."""
+    try:
+        translator = InstructionTranslator.current_tx()
+    except AttributeError:
+        return None
+    optimizer = translator.f_locals.get("self")
+    return (weakref.ref(optimizer), translator.f_code) if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
 def note_break() -> None:

@@ -48,4 +48,5 @@ class Glance:
         if self._learned < _MOST_KINDS:
             self._learned += 1
             sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            guards: Any = TensorGuards  # its stub says less than it takes
+            self._guards = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
