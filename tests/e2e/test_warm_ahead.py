@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +204,78 @@ def test_a_function_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch
     assert not f.found
 
 
+def scaled(factor: float) -> Callable[..., Any]:
+    return lambda x, plus=1.0: x * factor + plus
+
+
+def test_the_closure_and_the_defaults_are_todays() -> None:
+    x = torch.randn(4)
+    agree(aot(scaled(2.0), (x,)), scaled(2.0), x)
+    anew()
+    assert aot(scaled(2.0), (x,)).found
+    with pytest.warns(TpuCompileWarning, match=r"factor.* is float 3.0, was float 2.0"):
+        f = aot(scaled(3.0), (x,))
+    agree(f, scaled(3.0), x)
+    other = scaled(3.0)
+    other.__defaults__ = (5.0,)  # type: ignore[attr-defined]
+    with pytest.warns(TpuCompileWarning, match=r"plus.* is float 5.0, was float 1.0"):
+        f = aot(other, (x,))
+    agree(f, other, x)
+
+
+TABLE = torch.arange(4.0)
+
+
+def test_tensors_and_modules_of_the_closure_and_of_the_globals_are_todays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks_up(table: torch.Tensor, module: torch.nn.Module) -> Callable[..., Any]:
+        return lambda x: module(x + table) * TABLE
+
+    x = torch.randn(4)
+    torch.manual_seed(0)
+    for turn in range(3):
+        function = looks_up(torch.randn(4), torch.nn.Linear(4, 4))
+        monkeypatch.setitem(globals(), "TABLE", torch.randn(4))
+        f = aot(function, (x,))
+        assert (f.found, f.why_not) == (turn > 0, "")
+        agree(f, function, x)
+        monkeypatch.setitem(globals(), "TABLE", torch.randn(4))
+        agree(f, function, x)
+        anew()
+
+
+SETTINGS = {"sizes": [1.0, 2.0], "on": True}
+
+
+class Configured(torch.nn.Module):
+    kind = "plain"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * SETTINGS["sizes"][1] if SETTINGS["on"] else x  # type: ignore[index]
+        return y * math.tau if self.kind == "plain" else y * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "guard"),
+    [
+        (lambda patch: patch.setitem(SETTINGS, "on", False), "SETTINGS.*on"),
+        (lambda patch: patch.setitem(SETTINGS, "sizes", [1.0, 7.0]), "SETTINGS.*sizes"),
+        (lambda patch: patch.setattr(Configured, "kind", "other"), "kind"),
+        (lambda patch: patch.setattr(math, "tau", 1.0), "tau"),
+    ],
+    ids=["item", "nested", "class attribute", "module attribute"],
+)
+def test_settings_that_differ_in_another_process_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None], guard: str
+) -> None:
+    x = torch.randn(4)
+    agree(aot(Configured(), (x,)), Configured(), x)
+    change(monkeypatch)
+    anew()
+    with pytest.warns(TpuCompileWarning, match=guard):
+        f = aot(Configured(), (x,))
+    agree(f, Configured(), x)
+
+
 # ---- what is another key
 
 
@@ -255,11 +328,10 @@ def test_damage_costs_a_compile_and_nothing_else(net: Net) -> None:
 
 
 def test_what_cannot_be_stored_is_compiled_at_its_first_call_and_says_why() -> None:
-    x, table = torch.randn(4), torch.randn(4)
+    x = torch.randn(4)
     hooked = torch.nn.Sequential(torch.nn.Tanh())
     hooked[0].register_forward_hook(lambda module, args, out: out + 1)
     odd: list[tuple[Callable[..., Any], str]] = [
-        (lambda x: x + table, "closes over table"),
         (breaks, "graph_break"),
         (looks, "nonzero|data-dependent|dynamic"),
         (torch.sin, "no Python function"),

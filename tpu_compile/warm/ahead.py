@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -145,10 +146,14 @@ class Ahead:
         if guards.unspeakable:
             raise NotKept(f"no other process can check the guard {guards.unspeakable}")
         modules = start.modules(compiled) | traced_code.modules_of(guards.types | structure.types_of(self._model))
-        notes = {"code": traced_code.digests(modules), "identities": guards.identities}
-        payload = start.stored(compiled)
-        ready = Start.restore(payload, function.__globals__)
-        odd = identity.broken(guards.identities, ready.prepare_f_locals(*args, **kwargs), function.__globals__)
+        notes = {
+            "code": traced_code.digests(modules),
+            "guards": guards.seen,
+            "modules": identity.installed(guards.seen, function.__globals__),
+        }
+        payload = start.stored(compiled, function)
+        ready = Start.restore(payload, function)
+        odd = identity.broken(guards.seen, ready.prepare_f_locals(*args, **kwargs), function.__globals__)
         if odd:
             raise NotKept(f"no other process can check the guard {odd}")
         if place is not None:
@@ -172,9 +177,11 @@ class _Place:
             if module:
                 log.info("%s is compiled anew: the source of %s has changed", self.key.name, module)
                 return None
-            ready = Start.restore(entry.payload, function.__globals__)
+            for name, module in entry.metadata["modules"].items():
+                function.__globals__.setdefault(name, import_module(module))
+            ready = Start.restore(entry.payload, function)
             scope = ready.prepare_f_locals(*args, **kwargs)
-            reason = identity.broken(entry.metadata["identities"], scope, function.__globals__) or ready.why_not(scope)
+            reason = identity.broken(entry.metadata["guards"], scope, function.__globals__) or ready.why_not(scope)
         except _DAMAGED as fault:
             self.store.discard(self.key, f"it cannot be used: {type(fault).__name__}: {fault}")
             return None

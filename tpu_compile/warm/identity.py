@@ -1,8 +1,10 @@
-"""Guards that compare objects by identity, in words that another process can check.
+"""What Dynamo's guards looked at, in words that another process can check.
 
-torch writes down guards on values, types and tensors. Guards on functions, classes and modules compare addresses; it
-leaves them out of an artifact. Here each of them becomes an expression and the name of what it stood for: a function
-that somebody replaced is noticed when the artifact is loaded. A guard on any other object's identity has no words.
+torch leaves guards on functions, classes and modules, which compare addresses, out of an artifact. And it makes the
+others anew where it is loaded, from values that it finds there if the way to them leads through a class, a function or
+a module: such a guard holds whatever the value is. So each guard is also kept as an expression and what that stood
+for, which is compared when the artifact is loaded; after that torch's guards see what changes. A guard on the identity
+of an object without a name has no words.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from typing import Any
 import torch
 from torch._dynamo import guards as torch_guards
 
+from tpu_compile.warm.structure import NotKept
+
 _BY_ADDRESS = frozenset(torch_guards.CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
 _BUILTINS = re.compile(r"G\['__builtins_dict__\w*'\]")
 """Dynamo's name for the builtins, which it puts among a function's globals."""
+_BY_ID = re.compile(r"G\['(\w*_\d+_c\d+)'\]")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
@@ -29,13 +34,13 @@ class Guards:
     """Dynamo's guard filter for an artifact.
 
     Attributes:
-        identities: expression → what it must stand for.
+        seen: expression → what it must stand for.
         types: of every value that a guard looks at.
-        unspeakable: the first guard that neither torch nor ``identities`` can write down; empty if there is none.
+        unspeakable: the first guard that neither torch nor ``seen`` can write down; empty if there is none.
     """
 
     def __init__(self) -> None:
-        self.identities: dict[str, str] = {}
+        self.seen: dict[str, str] = {}
         self.types: set[type] = set()
         self.unspeakable = ""
 
@@ -43,30 +48,57 @@ class Guards:
         return [self._keep(entry) for entry in entries]
 
     def _keep(self, entry: Any) -> bool:
+        by_address = bool(_BY_ADDRESS.intersection((entry.guard_type, *entry.derived_guard_types)))
         if entry.has_value:
             self.types.add(entry.value if isinstance(entry.value, type) else type(entry.value))
-        if not _BY_ADDRESS.intersection((entry.guard_type, *entry.derived_guard_types)):
-            return True
-        words = describe(entry.value) if entry.has_value else None
-        if words is None:
+            self.seen[_BUILTINS.sub("BUILTINS", entry.orig_guard.name)] = words(entry.value)
+        if by_address and (not entry.has_value or describe(entry.value) is None):
             self.unspeakable = self.unspeakable or f"{entry.guard_type} on {entry.name}"
-        else:
-            self.identities[_BUILTINS.sub("BUILTINS", entry.orig_guard.name)] = words
-        return False
+        return not by_address
 
 
-def broken(identities: Mapping[str, str], f_locals: Mapping[str, Any], f_globals: Mapping[str, Any]) -> str:
-    """The first identity that does not hold; empty if all do."""
+def installed(seen: Mapping[str, str], f_globals: Mapping[str, Any]) -> dict[str, str]:
+    """Modules that Dynamo put among a function's globals, under names that hold their address: name → module.
+
+    Raises:
+        NotKept: a guard leads through something else that has such a name.
+    """
+    names = {name for expression in seen for name in _BY_ID.findall(expression)}
+    for name in names:
+        if not isinstance(f_globals.get(name), types.ModuleType):
+            raise NotKept(
+                f"a guard leads through a {type(f_globals.get(name)).__name__} that Dynamo holds by its address"
+            )
+    return {name: f_globals[name].__name__ for name in names}
+
+
+def broken(seen: Mapping[str, str], f_locals: Mapping[str, Any], f_globals: Mapping[str, Any]) -> str:
+    """The first expression that stands for something else than it did; empty if none does."""
     scope = {"L": f_locals, "G": f_globals, "BUILTINS": vars(builtins)}
     names = torch_guards._get_closure_vars()
-    for expression, words in identities.items():
+    for expression, then in seen.items():
         try:
-            now = describe(eval(expression, scope, names))
+            now = words(eval(expression, scope, names))
         except (AttributeError, KeyError, IndexError, NameError, TypeError) as error:
             now = f"{type(error).__name__}: {error}"
-        if now != words:
-            return f"{expression} is {now}, was {words}"
+        if now != then:
+            return f"{expression} is {now}, was {then}"
     return ""
+
+
+def words(value: Any) -> str:
+    """What a guard can have looked at: an object by its name, a tensor by its layout, a container by its size and keys,
+    anything else by its class."""
+    named = describe(value)
+    if named is not None:
+        return named
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        strides = tuple(value.stride()) if value.layout is torch.strided else value.layout
+        return f"{kind} {value.dtype}{tuple(value.shape)} {strides} {value.device} {value.requires_grad}"
+    if isinstance(value, dict):
+        return f"{kind} of {[describe(key) for key in dict.keys(value)]}"
+    return f"{kind} of {len(value)}" if type(value) in (list, tuple, set, frozenset, torch.Size) else kind
 
 
 def describe(value: Any) -> str | None:

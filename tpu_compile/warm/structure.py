@@ -41,17 +41,10 @@ def unbound(model: Callable[..., Any]) -> tuple[types.FunctionType, tuple[Any, .
         function, first = function.__func__, (function.__self__,)
     if not isinstance(function, types.FunctionType):
         raise NotKept(f"{name(model)} is no Python function")
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if not _has_a_name(cell.cell_contents):
-            raise NotKept(f"{name(model)} closes over {variable}, a {type(cell.cell_contents).__name__}: pass it in")
     for path, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if hooked(module):
             raise NotKept(f"{path or name(model)} has hooks")
     return function, first
-
-
-def _has_a_name(value: Any) -> bool:
-    return isinstance(value, (*_CONSTANTS, type, types.FunctionType, types.ModuleType))
 
 
 def hooked(model: Any) -> bool:
