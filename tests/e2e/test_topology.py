@@ -17,6 +17,7 @@ from tpu_compile.errors import CompilationFailed, ConfigError, DeviceError, Miss
 from tpu_compile.runtime import CompileOptions, plugin
 from tpu_compile.runtime import topology as topology_module
 from tpu_compile.runtime.topology import GENERATIONS, Topology, topology
+from tpu_compile.stats import reset_stats, stats
 
 DEFAULT = CompileOptions()
 
@@ -254,6 +255,17 @@ def test_a_forked_child_has_a_worker_of_its_own(run_python: RunPython) -> None:
     """,
         {"PYTHONWARNINGS": "error"},
     )
+
+
+def test_a_compiled_function_is_compiled_for_a_target_too() -> None:
+    import torch
+
+    compiled = torch.compile(lambda x: x * 2, backend="tpu", options={"target": "v5e:1x1"})
+    reset_stats()
+    assert torch.equal(compiled(torch.ones(8)), torch.full((8,), 2.0)), "what runs is this machine's"
+    assert stats()["xla_compiles"] == 2
+    with pytest.raises(ConfigError, match="v5e:2x2"):
+        torch.compile(lambda x: x * 3, backend="tpu", options={"target": "v5"})(torch.ones(8))
 
 
 def test_without_libtpu_the_pip_line_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def advise(
     """What to change about a model for a TPU, the largest gain first.
 
     Each suggestion is tried: the changed program is compiled for the chip, and the gain is the difference of libtpu's
-    estimates. What does not help is not mentioned.
+    estimates. What does not help is listed last.
     """
     with progress(f"loading {target}"):
         factory = targets.factory(target)
@@ -73,11 +73,15 @@ def show(target: str, row: Mapping[str, Any]) -> None:
         _detail(each)
         click.echo(f"   why     the model does not take the change as it stands: {each['why']}")
     if row["without_gain"]:
-        click.echo(f"\n{row['without_gain']} more tried without gain.")
+        click.echo("\nTried without gain:")
+    for each in row["without_gain"]:
+        click.echo(f"   {each['gain']:+.1%}  {each['title']}: {each['write'].partition(';')[0]}")
 
 
 def _gain(finding: Mapping[str, Any]) -> str:
-    words = f"{finding['gain']:.1%} faster ({duration(finding['before'])} → {duration(finding['after'])})"
+    times = f"{duration(finding['before'])} → {duration(finding['after'])}"
+    each = f" an example (a step {times})" if finding["kind"] == "batch" else f" ({times})"
+    words = f"{finding['gain']:.1%} faster{each}"
     saved = finding["bytes_saved"]
     return words if abs(saved) < 10**6 else f"{words}, {size(abs(saved))} {'less' if saved > 0 else 'more'} HBM"
 

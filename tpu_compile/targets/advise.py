@@ -58,13 +58,13 @@ class Untried:
 
 @dataclass(frozen=True)
 class Advice:
-    """All findings for one chip, the largest gain first, and how many suggestions were tried and did not help."""
+    """All findings for one chip, the largest gain first; ``without_gain`` were tried and did not help."""
 
     target: str
     seconds: float
     findings: tuple[Finding, ...]
     untried: tuple[Untried, ...]
-    without_gain: int
+    without_gain: tuple[Finding, ...]
 
     def as_row(self) -> dict[str, Any]:
         """As plain data."""
@@ -91,7 +91,7 @@ class _Adviser:
         found = analyse(compiled.executable.as_text(), compiled.executable.memory_analysis(), self.target)
         before = measured(load, self.target)
         proposed = changes(load, found, arguments_of(load))
-        findings, untried, useless = [], [], 0
+        findings, untried = [], []
         for change in proposed:
             self.tell(f"{change.kind}: {change.title}")
             try:
@@ -100,19 +100,18 @@ class _Adviser:
                 # The model does not take the change as it stands: its author may know how to.
                 untried.append(Untried(change.kind, change.title, relative(change.where), change.write, _why(error)))
                 continue
-            if finding.gain >= _LEAST or (change.kind == "donate" and finding.bytes_saved > 0):
-                findings.append(finding)
-            else:
-                useless += 1
-        ranked = tuple(sorted(findings, key=lambda finding: -finding.gain))
-        return Advice(self.target, found.schedule.seconds, ranked, tuple(untried), useless)
+            findings.append(finding)
+        findings.sort(key=lambda finding: -finding.gain)
+        helpful = tuple(finding for finding in findings if _helps(finding))
+        others = tuple(finding for finding in findings if not _helps(finding))
+        return Advice(self.target, found.schedule.seconds, helpful, tuple(untried), others)
 
     def _measured(self, change: Change, load: Load) -> Point:
         with change.scope():
             return measured(self._changed(change, load), self.target)
 
     def _changed(self, change: Change, load: Load) -> Load:
-        made: Made = self.workload.make(load.batch)
+        made: Made = self.workload.make(change.batch or load.batch)
         if change.made is not None:
             made = change.made(made)
         traced = trace(made, train=self.workload.train, optimizer=self.workload.optimizer)
@@ -132,10 +131,15 @@ def arguments_of(load: Load) -> tuple[str, ...]:
 def _compared(change: Change, before: Point, after: Point) -> Finding:
     if not after.fits:
         raise OutOfMemory("the changed program does not fit", needed=after.needed, available=after.available)
-    gain = 1 - after.seconds / before.seconds if before.seconds else 0.0
+    each, other = before.seconds / before.items, after.seconds / after.items
+    gain = 1 - other / each if each else 0.0
     saved = before.needed - after.needed
     where = relative(change.where)
     return Finding(change.kind, change.title, where, change.write, gain, before.seconds, after.seconds, saved)
+
+
+def _helps(finding: Finding) -> bool:
+    return finding.gain >= _LEAST or (finding.kind == "donate" and finding.bytes_saved > 0)
 
 
 def _why(error: Exception) -> str:

@@ -21,6 +21,8 @@ from tpu_compile.targets.workload import Load, Made
 aten = torch.ops.aten
 _WORTH = 0.01
 """Share of the time below which nothing is looked into."""
+_ROWS = 8
+"""Of a tile, and of what the matrix unit takes at once."""
 _GELU = {aten.gelu.default: {"approximate": "tanh"}, aten.gelu_backward.default: {"approximate": "tanh"}}
 
 
@@ -29,7 +31,7 @@ class Change:
     """One suggestion.
 
     Attributes:
-        kind: ``pad``, ``precision``, ``dtype``, ``index``, ``donate``, ``layout`` or ``op``.
+        kind: ``pad``, ``batch``, ``precision``, ``dtype``, ``index``, ``donate`` or ``op``.
         title: what is wrong.
         where: the user's ``file:line``, or nothing.
         write: what to write.
@@ -37,6 +39,7 @@ class Change:
         made: the changed model.
         graph: the changed graph.
         scope: what the change is traced and lowered under.
+        batch: another batch size; the gain is then that of one example.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Change:
     made: Callable[[Made], Made] | None = None
     graph: Callable[[stages.Traced], torch.fx.GraphModule] | None = None
     scope: Callable[[], Any] = contextlib.nullcontext
+    batch: int | None = None
 
 
 def changes(load: Load, found: Analysis, names: tuple[str, ...]) -> list[Change]:
@@ -55,7 +59,7 @@ def changes(load: Load, found: Analysis, names: tuple[str, ...]) -> list[Change]
     Args:
         names: what each input of the program is, as the user would write it.
     """
-    proposed = [change for look in (_precision, _doubles, _indices, _gelu) for change in look(load, found)]
+    proposed = [change for look in (_batch, _precision, _doubles, _indices, _gelu) for change in look(load, found)]
     proposed += [*_padding(load, found, names), *_donations(load, names)]
     return sorted(proposed, key=lambda change: -change.share)
 
@@ -90,6 +94,20 @@ def _padding(load: Load, found: Analysis, names: tuple[str, ...]) -> Iterator[Ch
 
 def _parameter_sizes(load: Load) -> set[int]:
     return {size for spec in load.program.inputs if len(spec.shape) >= 2 for size in spec.shape}
+
+
+def _batch(load: Load, found: Analysis) -> Iterator[Change]:
+    """Fewer rows than a tile has: libtpu makes a product of a row or two on the vector unit."""
+    if load.items % _ROWS and load.batch % _ROWS:
+        full = -(-load.batch // _ROWS) * _ROWS
+        yield Change(
+            "batch",
+            f"{load.items:,} rows do not fill tiles of {_ROWS}",
+            "",
+            f"batch {full} in place of {load.batch} (or a multiple of {_ROWS})",
+            1.0,
+            batch=full,
+        )
 
 
 def _owners(load: Load, names: tuple[str, ...], size: int) -> str:

@@ -123,8 +123,8 @@ def _products(found: Analysis, pairs: list[tuple[Step, Product]], top: int) -> l
 
 
 def emulated(graph_module: GraphModule, found: Analysis) -> list[dict[str, Any]]:
-    """Ops that compute 64-bit numbers, which a TPU makes of two 32-bit halves, with the time of the fusions that are
-    named after them; the slowest first."""
+    """Ops that compute arrays of 64-bit numbers, which a TPU makes of two 32-bit halves, with the time of the fusions
+    that are named after them; the slowest first."""
     seconds: dict[tuple[str, str], float] = {}
     for step in found.schedule.steps:
         seconds[step.op, step.where] = seconds.get((step.op, step.where), 0.0) + step.seconds
@@ -133,7 +133,7 @@ def emulated(graph_module: GraphModule, found: Analysis) -> list[dict[str, Any]]
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
             continue
-        if value.dtype in _WIDE and not _is_view(node.target):
+        if value.dtype in _WIDE and value.numel() > 1 and not _is_view(node.target):
             line = fx.where(node)
             where = f"{line.file}:{line.line}" if line else ""
             op, dtype = str(node.target), _WIDE[value.dtype]

@@ -70,6 +70,8 @@ class _Rebuild:
         args: Any = torch.fx.map_arg(node.args, self.env.__getitem__)
         kwargs: Any = torch.fx.map_arg(node.kwargs, self.env.__getitem__)
         target, args, kwargs = self.swap(node, args, kwargs)
+        if self._unchanged(node, target, args, kwargs):
+            return self.graph.node_copy(node, self.env.__getitem__)
         try:
             value = self._computed(target, args, kwargs)
         except (RuntimeError, TypeError, IndexError):
@@ -80,6 +82,16 @@ class _Rebuild:
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {**node.meta, "val": value}
         return made
+
+    def _unchanged(self, node: Node, target: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a node is what it was: nothing that it reads has changed, and nothing about it."""
+        now: list[Node] = []
+        before: list[Node] = []
+        torch.fx.map_arg((args, kwargs), now.append)
+        torch.fx.map_arg((node.args, node.kwargs), before.append)
+        same = all(_dtype(a) is _dtype(b) for a, b in zip(now, before, strict=True))
+        mapped = torch.fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        return same and target is node.target and mapped == (args, kwargs)
 
     def _computed(self, target: Any, args: Any, kwargs: Any) -> Any:
         def value(node: Node) -> Any:
@@ -95,6 +107,10 @@ class _Rebuild:
         made = self.graph.call_function(aten._to_copy.default, (node,), {"dtype": self.old})
         made.meta = {**node.meta, "val": value.to(self.old)}
         return made
+
+
+def _dtype(node: Node) -> torch.dtype | None:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _mode(graph_module: GraphModule) -> FakeTensorMode:

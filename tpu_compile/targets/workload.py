@@ -4,6 +4,7 @@ programs for a TPU, from shapes alone."""
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,14 @@ class Workload:
 
 def trace(made: Made, *, train: bool, optimizer: str) -> stages.Traced:
     """The graph of one run, or with ``train`` of forward, loss, backward and the optimizer's step."""
+    # A model that warns once would end a graph there; nothing runs here, so nobody misses what it logs.
+    loggers = {method for name, method in vars(logging.Logger).items() if callable(method) and name[0] != "_"}
+    ignored = {*torch._dynamo.config.ignore_logging_functions, *loggers}
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+        return _traced(made, train, optimizer)
+
+
+def _traced(made: Made, train: bool, optimizer: str) -> stages.Traced:
     from tpu_compile.training.step import TrainStep
 
     if isinstance(made.model, TrainStep):
@@ -105,7 +114,8 @@ def _train_step(made: Made, optimizer: str) -> Any:
         raise ConfigError("--train needs a factory that returns a torch.nn.Module (or a tpu_compile.train_step).")
     model = made.model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    return train_step(_Called(model), loss_of, _optimizer(optimizer)(trained))
+    called = type(type(model).__name__, (_Called,), {})(model)  # programs are named after the model's class
+    return train_step(called, loss_of, _optimizer(optimizer)(trained))
 
 
 def _optimizer(name: str) -> Any:
