@@ -81,7 +81,7 @@ def show(target: str, row: Mapping[str, Any]) -> None:
 def _gain(finding: Mapping[str, Any]) -> str:
     times = f"{duration(finding['before'])} → {duration(finding['after'])}"
     each = f" an example (a step {times})" if finding["kind"] == "batch" else f" ({times})"
-    words = f"{finding['gain']:.1%} faster{each}"
+    words = f"{finding['gain']:.1%} faster{each}" if abs(finding["gain"]) >= 5e-4 else "as fast"
     saved = finding["bytes_saved"]
     return words if abs(saved) < 10**6 else f"{words}, {size(abs(saved))} {'less' if saved > 0 else 'more'} HBM"
 
