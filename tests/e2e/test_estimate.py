@@ -44,6 +44,14 @@ def classifier(batch=4):
     ids = torch.zeros(batch, 32, dtype=torch.long)
     return Classifier(), (ids, ids)
 
+def own_step(batch=4):
+    import tpu_compile
+
+    model = nn.Linear(128, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tpu_compile.train_step(model, nn.functional.mse_loss, optimizer)
+    return step, (torch.zeros(batch, 128), torch.zeros(batch, 512))
+
 def huge():
     return nn.Linear(200_000, 200_000, dtype=torch.bfloat16), (torch.zeros(8, 200_000, dtype=torch.bfloat16),)
 
@@ -104,6 +112,12 @@ def test_a_training_step_is_forward_backward_and_optimizer(tpu: Callable[..., Re
     state = 4 * 2 * 2 * 512 * 128  # parameters and the optimizer's two moments
     assert step["asked"]["needed"] > plain["asked"]["needed"] + state // 2
     assert step["largest"] is None and step["confirmed"] == "not looked for"
+
+
+def test_a_train_step_of_the_users_own_is_taken_as_it_is(tpu: Callable[..., Result]) -> None:
+    (row,) = estimates(tpu, "models.py:own_step", "--target", "v5e", "--no-largest")
+    assert row["asked"]["batch"] == 4 and row["asked"]["fits"]
+    assert row["asked"]["model_flops"] == 2 * 2 * 4 * 128 * 512, "forward, and the weight's gradient"
 
 
 def test_a_factory_without_a_batch_is_resized_along_axis_0(tpu: Callable[..., Result]) -> None:
