@@ -21,6 +21,8 @@ from tpu_compile.lowering import fx
 from tpu_compile.runtime.options import CompileOptions
 from tpu_compile.runtime.topology import topology
 
+jax.config.update("jax_platforms", "cpu")  # it only traces: a TPU of this machine is not its own to open
+
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _FUSION = re.compile(r" fusion\(")
 
@@ -65,7 +67,7 @@ def from_jax(name: str) -> bytes:
     case = torch_models.build(name)
     shapes = {n: _shape(t) for n, t in case.parameters.items()}
     donated = tuple(1 + i for i in case.written)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+    with jax.enable_x64(True):
         traced = jax.jit(jax_twins.TWINS[name], donate_argnums=donated).trace(shapes, *map(_shape, case.inputs))
         module = traced.lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
         stream = io.BytesIO()
