@@ -10,6 +10,7 @@ never move. Sampling is part of the program. A step has no arguments: it runs it
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from tpu_compile import compiler, tracing
-from tpu_compile.errors import BadCall
+from tpu_compile.errors import BadCall, ConfigError
 from tpu_compile.lowering.random import functionalize_subgraphs
 
 LOOK_EVERY = 16
@@ -291,4 +292,44 @@ def _used(tokens: torch.Tensor, stops: torch.Tensor) -> int:
     return int(first.max()) + 1
 
 
-__all__ = ["Decoder", "Sampling"]
+_WARPERS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
+
+
+@functools.lru_cache(maxsize=4)
+def _decoder(model: Any, room: int) -> Decoder:
+    return Decoder(model, max_length=room)
+
+
+def custom_generate(
+    model: Any, input_ids: torch.Tensor, logits_processor: Any, generation_config: Any, **model_kwargs: Any
+) -> torch.Tensor:
+    """The decoding loop of transformers' ``generate``: ``model.generate(ids, custom_generate=custom_generate, ...)``.
+
+    Greedy or sampled, with temperature, ``top_k`` and ``top_p``. The Decoders of the last four models, or powers of two
+    that a model's texts fit into, are kept, and their models with them.
+
+    Raises:
+        ConfigError: a setting of ``generate`` that the loop does not have (beams, penalties, returned scores).
+    """
+    config = generation_config
+    others = [name for each in logits_processor if (name := type(each).__name__) not in _WARPERS]
+    others += [name for name in ("return_dict_in_generate", "output_scores") if getattr(config, name, None)]
+    if others or (config.num_beams or 1) > 1:
+        raise ConfigError(
+            f"tpu_compile.generation does not have {', '.join(others) or 'beams'}: leave custom_generate out, and use "
+            'generate(cache_implementation="static") with a compiled model.forward.'
+        )
+    room = 1 << (2 * config.max_length - 1).bit_length()
+    decoder = _decoder(model, room)
+    drawn = {name: getattr(config, name) or None for name in ("temperature", "top_k", "top_p")}
+    return decoder(
+        input_ids,
+        model_kwargs.get("attention_mask"),
+        max_new_tokens=config.max_length - input_ids.shape[1],
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        **(drawn if config.do_sample else {}),
+    )
+
+
+__all__ = ["Decoder", "Sampling", "custom_generate"]

@@ -8,7 +8,7 @@ import transformers
 
 import tpu_compile
 from tpu_compile.device.storage import cell_of
-from tpu_compile.generation import Decoder, Sampling
+from tpu_compile.generation import Decoder, Sampling, custom_generate
 
 ROOM = 256
 
@@ -130,3 +130,19 @@ def test_generate_of_transformers_with_a_static_cache(device):
     assert torch.equal(generate().cpu(), want)
     stats = tpu_compile.stats()
     assert stats["graphs"] == stats["lowerings"] == stats["copied_arguments"] == 0 and stats["h2d_bytes"] < 1000
+
+
+def test_generate_of_transformers_with_our_loop():
+    model, (ids, mask) = llama(), prompts()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    model = model.to("tpu")
+
+    def generate(**more) -> torch.Tensor:
+        given = {"attention_mask": mask.to("tpu"), "custom_generate": custom_generate, **more}
+        return model.generate(ids.to("tpu"), max_new_tokens=20, **given)
+
+    assert torch.equal(generate(do_sample=False).cpu(), want)
+    tpu_compile.reset_stats()
+    assert torch.equal(generate(do_sample=False).cpu(), want) and tpu_compile.stats()["xla_compiles"] == 0
+    with pytest.raises(tpu_compile.ConfigError, match="RepetitionPenalty"):
+        generate(repetition_penalty=1.5)
