@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import tpu_compile
 from tpu_compile.cli import main
@@ -53,12 +53,25 @@ def wide():
 def cache():
     return (lambda kept, new: kept * 0.9 + new), (torch.zeros(512, 1024), torch.zeros(1, 1024))
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+def deep():
+    blocks = [Block().bfloat16() for _ in range(6)]
+    return nn.Sequential(*blocks), (torch.zeros(64, 128, dtype=torch.bfloat16),)
+
 def one_row(batch=1):
     return nn.Linear(1024, 1024, dtype=torch.bfloat16), (torch.zeros(batch, 1024, dtype=torch.bfloat16),)
 
 def bert():
     import transformers
-    config = transformers.BertConfig(num_hidden_layers=1, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
+    sizes = dict(num_hidden_layers=1, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
+    config = transformers.BertConfig(**sizes)
     ids = torch.zeros(8, 128, dtype=torch.long)
     return transformers.BertModel(config).eval(), (), dict(input_ids=ids, attention_mask=torch.ones_like(ids))
 
@@ -131,10 +144,19 @@ def test_one_row_wastes_seven(advice: Callable[..., dict[str, Any]]) -> None:
     assert found["batch"]["gain"] == pytest.approx(1 - found["batch"]["after"] / 8 / found["batch"]["before"])
 
 
+def test_layers_that_repeat_are_tried_as_a_loop(advice: Callable[..., dict[str, Any]]) -> None:
+    found = advice("deep")
+    (finding,) = [f for f in (*found["findings"], *found["without_gain"]) if f["kind"] == "scan"]
+    assert finding["title"].startswith("6 layers") and "models.py" in finding["where"]
+    assert finding["compile_before"] > 0 and finding["compile_after"] > 0
+    recommended = finding in found["findings"]
+    assert recommended == (finding["compile_after"] < 0.9 * finding["compile_before"] and finding["gain"] > -0.1)
+
+
 @pytest.mark.full
 def test_nothing_silly_about_bert(advice: Callable[..., dict[str, Any]]) -> None:
     found = advice("bert")
-    assert {f["kind"] for f in found["findings"]} <= {"precision", "op"} and not found["untried"]
+    assert {f["kind"] for f in found["findings"]} <= {"precision", "op", "scan"} and not found["untried"]
 
 
 @pytest.mark.full

@@ -79,6 +79,9 @@ def show(target: str, row: Mapping[str, Any]) -> None:
 
 
 def _gain(finding: Mapping[str, Any]) -> str:
+    if finding["kind"] == "scan":
+        compiles = f"{duration(finding['compile_before'])} → {duration(finding['compile_after'])}"
+        return f"a shorter compile ({compiles}), the step {finding['gain']:+.1%} faster"
     times = f"{duration(finding['before'])} → {duration(finding['after'])}"
     each = f" an example (a step {times})" if finding["kind"] == "batch" else f" ({times})"
     words = f"{finding['gain']:.1%} faster{each}" if abs(finding["gain"]) >= 5e-4 else "as fast"

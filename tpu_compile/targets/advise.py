@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from tpu_compile.errors import OutOfMemory, TpuCompileError, plain
 from tpu_compile.executables import options_in_force
+from tpu_compile.stats import on_event
 from tpu_compile.targets.analysis import analyse
 from tpu_compile.targets.changes import Change, changes
 from tpu_compile.targets.chips import slice_name
@@ -23,6 +25,8 @@ _OWNER = re.compile(r"^(fn|self\.model|model\.model)\.")
 """What tracing calls the model."""
 _LEAST = 0.01
 """Gains below this are not worth a word."""
+_TOLERABLE = 0.1
+"""A step may become this much slower for a shorter compile."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Finding:
         kind, title, where, write: see ``Change``.
         gain: part of the time saved: 0.1 is a tenth; for each example, where the batch differs.
         before, after: seconds; ``bytes_saved``: of HBM.
+        compile_before, compile_after: seconds that XLA took; 0 where the program was in the cache.
     """
 
     kind: str
@@ -43,6 +48,8 @@ class Finding:
     before: float
     after: float
     bytes_saved: int
+    compile_before: float = 0.0
+    compile_after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class _Adviser:
     def run(self, batch: int | None) -> Advice:
         load = self.workload.load(batch)
         self.tell(f"{load.program.name} for {self.target}")
-        compiled = compile_for(self.target, load.program, options_in_force())
+        with _watch() as first:
+            compiled = compile_for(self.target, load.program, options_in_force())
         found = analyse(compiled.executable.as_text(), compiled.executable.memory_analysis(), self.target)
         before = measured(load, self.target)
         proposed = changes(load, found, arguments_of(load))
@@ -95,7 +103,9 @@ class _Adviser:
         for change in proposed:
             self.tell(f"{change.kind}: {change.title}")
             try:
-                finding = _compared(change, before, self._measured(change, load))
+                with _watch() as watch:
+                    finding = _compared(change, before, self._measured(change, load))
+                finding = replace(finding, compile_before=sum(first), compile_after=sum(watch))
             except (TpuCompileError, TorchDynamoException, RuntimeError, TypeError, ValueError) as error:
                 # The model does not take the change as it stands: its author may know how to.
                 untried.append(Untried(change.kind, change.title, relative(change.where), change.write, _why(error)))
@@ -139,7 +149,27 @@ def _compared(change: Change, before: Point, after: Point) -> Finding:
 
 
 def _helps(finding: Finding) -> bool:
-    return finding.gain >= _LEAST or (finding.kind == "donate" and finding.bytes_saved > 0)
+    if finding.kind == "donate":
+        return finding.bytes_saved > 0
+    if finding.kind == "scan":
+        return 0 < finding.compile_after < 0.9 * finding.compile_before and finding.gain > -_TOLERABLE
+    return finding.gain >= _LEAST
+
+
+@contextlib.contextmanager
+def _watch() -> Iterator[list[float]]:
+    """The seconds of each compile in the block."""
+    seconds: list[float] = []
+
+    def listen(name: str, details: dict[str, Any]) -> None:
+        if name == "stage/end" and details["stage"] == "xla":
+            seconds.append(details["seconds"])
+
+    stop = on_event(listen)
+    try:
+        yield seconds
+    finally:
+        stop()
 
 
 def _why(error: Exception) -> str:

@@ -12,7 +12,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tpu_compile import stages
-from tpu_compile.lowering import fx
+from tpu_compile.config import config, override
+from tpu_compile.lowering import fx, layers
 from tpu_compile.targets import retype
 from tpu_compile.targets.analysis import Analysis
 from tpu_compile.targets.describe import emulated, not_donated, relative
@@ -31,7 +32,7 @@ class Change:
     """One suggestion.
 
     Attributes:
-        kind: ``pad``, ``batch``, ``precision``, ``dtype``, ``index``, ``donate`` or ``op``.
+        kind: ``pad``, ``batch``, ``precision``, ``dtype``, ``index``, ``donate``, ``scan`` or ``op``.
         title: what is wrong.
         where: the user's ``file:line``, or nothing.
         write: what to write.
@@ -59,7 +60,9 @@ def changes(load: Load, found: Analysis, names: tuple[str, ...]) -> list[Change]
     Args:
         names: what each input of the program is, as the user would write it.
     """
-    proposed = [change for look in (_batch, _precision, _doubles, _indices, _gelu) for change in look(load, found)]
+    proposed = [
+        change for look in (_batch, _precision, _doubles, _indices, _gelu, _layers) for change in look(load, found)
+    ]
     proposed += [*_padding(load, found, names), *_donations(load, names)]
     return sorted(proposed, key=lambda change: -change.share)
 
@@ -268,6 +271,22 @@ def _gelu(load: Load, found: Analysis) -> Iterator[Change]:
         share,
         graph=lambda traced: retype.replaced(traced.graph_module, _GELU),
     )
+
+
+def _layers(load: Load, found: Analysis) -> Iterator[Change]:
+    """Layers that repeat: one of them to compile in place of all."""
+    loops = [] if config.scan_layers else layers.find(load.graph)
+    if loops:
+        first = loops[0].turns[0][0]
+        line = fx.where(first)
+        yield Change(
+            "scan",
+            f"{', '.join(str(len(loop.turns)) for loop in loops)} layers that repeat are compiled one by one",
+            f"{line.file}:{line.line}" if line else "",
+            'options={"scan_layers": True}: they become one loop of the program',
+            _WORTH,
+            scope=lambda: override(scan_layers=True),
+        )
 
 
 def _donations(load: Load, names: tuple[str, ...]) -> Iterator[Change]:
