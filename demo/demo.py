@@ -67,7 +67,7 @@ def table(cold: Report, warm: Report) -> Table:
     row("XLA compiles", [c["xla_compiles"] for c in columns], "{:.0f}")
     row("cache hits", [c["disk_hits"] for c in columns], "{:.0f}")
     row("cache misses", [c["disk_misses"] for c in columns], "{:.0f}")
-    row("operators outside XLA", [c["ops_eager"] for c in columns], "{:.0f}")
+    row("operators outside XLA", [c["fallback_ops"] for c in columns], "{:.0f}")
     return shown
 
 
@@ -79,8 +79,8 @@ def faults(cold: Report, warm: Report) -> list[str]:
             found.append(f"the {name} process is off by {report['error']:.1e}; {MAX_ERROR:.0e} is allowed")
     if cold["xla_compiles"] < 1:
         found.append("the first process compiled nothing: its cache was not empty, or the model did not reach XLA")
-    if cold["ops_eager"]:
-        found.append(f"{cold['ops_eager']:.0f} operators of the model ran on the CPU outside XLA")
+    if cold["fallback_ops"]:
+        found.append(f"{cold['fallback_ops']:.0f} operators of the model ran on the CPU outside XLA")
     if warm["xla_compiles"]:
         found.append(f"the second process compiled {warm['xla_compiles']:.0f} programs; all should come from the cache")
     if after_capture(warm) > MAX_WARM * after_capture(cold):

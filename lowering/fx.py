@@ -253,8 +253,8 @@ class GraphWalk:
         """Lower one node that is neither placeholder nor output."""
         if node.op == "get_attr":
             self.env[node] = self.attribute(node)
-        elif node.target is operator.getitem and isinstance(self.env.get(node.args[0]), (tuple, list)):
-            self.env[node] = self.resolve(node.args[0])[node.args[1]]
+        elif node.target is operator.getitem and isinstance(items := self.resolve(node.args[0]), (tuple, list)):
+            self.env[node] = items[self.resolve(node.args[1])]
         elif _evaluated(node) and any(self.learned(n) for n in node.all_input_nodes):
             self.env[node] = numbers.compute(node.target, self.resolve(node.args))
         elif _evaluated(node):

@@ -249,7 +249,7 @@ def is_nan(x: Value) -> Value:
 
 # ---- reductions
 
-_COMBINERS: dict[str, Callable[[Value, Value], Value]] = {
+COMBINERS: dict[str, Callable[[Value, Value], Value]] = {
     "add": stablehlo.add,
     "multiply": stablehlo.multiply,
     "maximum": stablehlo.maximum,
@@ -310,53 +310,8 @@ def reduce(x: Value, axes: Dims, combiner: str, init: Any = None) -> Value:
     element = dtype(x)
     start = scalar(identity(combiner, element) if init is None else init, element)
     if not len(axes):
-        return x if init is None else _COMBINERS[combiner](x, broadcast(start, shape(x)))
-    return reduce_n([x], [start], axes, _COMBINERS[combiner])[0]
-
-
-def reduce_window(
-    xs: Sequence[Value],
-    inits: Sequence[Value],
-    body: Callable[..., Any],
-    window: Dims,
-    strides: Dims,
-    padding: Sequence[tuple[int, int]],
-    window_dilation: Dims | None = None,
-    base_dilation: Dims | None = None,
-) -> list[Value]:
-    """Variadic reduce_window; one entry an axis in every list."""
-    n = rank(xs[0])
-    dilation, base = list(window_dilation or [1] * n), list(base_dilation or [1] * n)
-    sizes = []
-    for size, w, s, d, b, (low, high) in zip(shape(xs[0]), window, strides, dilation, base, padding, strict=True):
-        padded = (max(size - 1, -1) * b + 1 if size else 0) + low + high
-        sizes.append(max(0, (padded - ((w - 1) * d + 1)) // s + 1) if padded >= (w - 1) * d + 1 else 0)
-    op = stablehlo.ReduceWindowOp(
-        [tensor_type(sizes, dtype(x)) for x in xs],
-        list(xs),
-        list(inits),
-        ir.DenseI64ArrayAttr.get(list(window)),
-        window_strides=ir.DenseI64ArrayAttr.get(list(strides)),
-        base_dilations=ir.DenseI64ArrayAttr.get(base),
-        window_dilations=ir.DenseI64ArrayAttr.get(dilation),
-        padding=int_matrix(padding),
-    )
-    element_types = [tensor_type((), dtype(x)) for x in xs]
-    region(op, 0, [*element_types, *element_types], body)
-    return list(op.results)
-
-
-def running(x: Value, axis: int, combiner: str | Callable[[Value, Value], Value], init: Any = None) -> Value:
-    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones,
-    everywhere."""
-    n = shape(x)[axis]
-    if not n:
-        return x
-    window, padding = [1] * rank(x), [(0, 0)] * rank(x)
-    window[axis], padding[axis] = n, (n - 1, 0)
-    body = _COMBINERS[combiner] if isinstance(combiner, str) else combiner
-    start = scalar(identity(str(combiner), dtype(x)) if init is None else init, dtype(x))
-    return reduce_window([x], [start], body, window, [1] * rank(x), padding)[0]
+        return x if init is None else COMBINERS[combiner](x, broadcast(start, shape(x)))
+    return reduce_n([x], [start], axes, COMBINERS[combiner])[0]
 
 
 def int_matrix(rows: Sequence[Sequence[int]]) -> ir.Attribute:
@@ -487,7 +442,7 @@ def scatter(
         unique_indices=ir.BoolAttr.get(unique),
     )
     types = [tensor_type((), dtype(x)) for x in xs]
-    region(op, 0, [*types, *types], _COMBINERS[body] if isinstance(body, str) else body)
+    region(op, 0, [*types, *types], COMBINERS[body] if isinstance(body, str) else body)
     return list(op.results)
 
 

@@ -1,14 +1,28 @@
-"""StableHLO's sliding-window operations beyond reduce_window; a chapter of hlo.py, under the same rules."""
+"""StableHLO's sliding-window operations; a chapter of hlo.py, under the same rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from tpu_compile.lowering.hlo import Dims, Value, dtype, int_matrix, precision_config, rank, shape, tensor_type
+from tpu_compile.lowering.hlo import (
+    COMBINERS,
+    Dims,
+    Value,
+    dtype,
+    identity,
+    int_matrix,
+    precision_config,
+    rank,
+    region,
+    scalar,
+    shape,
+    tensor_type,
+)
 
 Pads = Sequence[tuple[int, int]]
 
@@ -65,3 +79,48 @@ def convolution(
         rhs_dilation=ir.DenseI64ArrayAttr.get(list(window_dilation)),
         precision_config=precision_config(x, kernel),
     )
+
+
+def reduce_window(
+    xs: Sequence[Value],
+    inits: Sequence[Value],
+    body: Callable[..., Any],
+    window: Dims,
+    strides: Dims,
+    padding: Sequence[tuple[int, int]],
+    window_dilation: Dims | None = None,
+    base_dilation: Dims | None = None,
+) -> list[Value]:
+    """Variadic reduce_window; one entry an axis in every list."""
+    n = rank(xs[0])
+    dilation, base = list(window_dilation or [1] * n), list(base_dilation or [1] * n)
+    sizes = []
+    for size, w, s, d, b, (low, high) in zip(shape(xs[0]), window, strides, dilation, base, padding, strict=True):
+        padded = (max(size - 1, -1) * b + 1 if size else 0) + low + high
+        sizes.append(max(0, (padded - ((w - 1) * d + 1)) // s + 1) if padded >= (w - 1) * d + 1 else 0)
+    op = stablehlo.ReduceWindowOp(
+        [tensor_type(sizes, dtype(x)) for x in xs],
+        list(xs),
+        list(inits),
+        ir.DenseI64ArrayAttr.get(list(window)),
+        window_strides=ir.DenseI64ArrayAttr.get(list(strides)),
+        base_dilations=ir.DenseI64ArrayAttr.get(base),
+        window_dilations=ir.DenseI64ArrayAttr.get(dilation),
+        padding=int_matrix(padding),
+    )
+    element_types = [tensor_type((), dtype(x)) for x in xs]
+    region(op, 0, [*element_types, *element_types], body)
+    return list(op.results)
+
+
+def running(x: Value, axis: int, combiner: str | Callable[[Value, Value], Value], init: Any = None) -> Value:
+    """Fold along ``axis`` up to and including each place. XLA turns this reduce_window into a tree of small ones,
+    everywhere."""
+    n = shape(x)[axis]
+    if not n:
+        return x
+    window, padding = [1] * rank(x), [(0, 0)] * rank(x)
+    window[axis], padding[axis] = n, (n - 1, 0)
+    body = COMBINERS[combiner] if isinstance(combiner, str) else combiner
+    start = scalar(identity(str(combiner), dtype(x)) if init is None else init, dtype(x))
+    return reduce_window([x], [start], body, window, [1] * rank(x), padding)[0]

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-from tpu_compile.lowering import fx
+from tpu_compile.lowering.fx import where
 
 
 def place(node: Node) -> str:
     """``file:line code`` (the file relative to the current folder, if it lies there), or ``layers.0.linear (Linear)``
     for an op that no line of the user's calls: torch's containers call their modules themselves."""
-    line, module = fx.where(node), _module(node)
+    line, module = where(node), _module(node)
     if line is None or (module and line.file.startswith(torch.__path__[0])):
         return module
     return f"{_relative(line.file)}:{line.line} {line.code.strip()}"

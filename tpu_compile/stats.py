@@ -5,7 +5,7 @@ compiled) ``fallback_ops`` ``memory_hits`` ``disk_hits`` ``disk_misses`` ``disk_
 ``disk_evictions`` ``remote_hits`` ``remote_misses`` ``remote_puts`` ``lowering_hits`` ``lowering_misses``
 ``lowering_puts`` (a graph's program, found in the same place) ``tracing_hits`` ``tracing_misses`` ``tracing_puts``
 ``tracing_bypasses`` (what AOTAutograd made, in torch's own cache) ``cache_faults`` ``h2d_bytes`` ``d2h_bytes``
-``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir`` ``ops_eager``.
+``copied_arguments`` ``ops_native`` ``ops_jnp`` ``ops_torch_mlir``.
 Seconds: ``lowering_seconds`` ``xla_seconds`` ``load_seconds`` ``cache_seconds``, and ``saved_seconds``: compiling that
 cache hits made unnecessary.
 
@@ -25,7 +25,7 @@ _COUNTS = (
     "graphs nodes lowerings xla_compiles executions eager_calls fallback_ops memory_hits disk_hits disk_misses "
     "disk_puts disk_waits disk_evictions remote_hits remote_misses remote_puts cache_faults "
     "lowering_hits lowering_misses lowering_puts tracing_hits tracing_misses tracing_puts tracing_bypasses "
-    "h2d_bytes d2h_bytes copied_arguments ops_native ops_jnp ops_torch_mlir ops_eager"
+    "h2d_bytes d2h_bytes copied_arguments ops_native ops_jnp ops_torch_mlir"
 ).split()
 _SECONDS = "lowering_seconds xla_seconds load_seconds cache_seconds saved_seconds".split()
 

@@ -122,7 +122,8 @@ def by_columns(x: Value, weight: Value, g: Geometry, sizes: Ints) -> Value:
     zero = hlo.scalar(0, torch.int32)
 
     def add(i: Value, columns: Value, total: Value) -> list[Value]:
-        rest, starts = i, []
+        rest = i
+        starts: list[Value] = []
         for k, d in reversed(list(zip(kernel, g.dilation, strict=True))):
             place = stablehlo.remainder(rest, hlo.scalar(k, torch.int32))
             starts.insert(0, stablehlo.multiply(place, hlo.scalar(d, torch.int32)))

@@ -46,7 +46,7 @@ def _operands(ctx: LoweringContext, x: Any, other: Any) -> tuple[Value, Value, R
     by a tensor it rounds every step to 16 bits."""
     out = ctx.out
     kind = dtypes.opmath(out.dtype)
-    scalar = not isinstance(other, Value) or hlo.rank(other) == 0
+    scalar = not hlo.is_value(other) or hlo.rank(other) == 0
     dividend = operand(x, kind, out.shape, out.dtype)
     divisor = operand(other, kind, out.shape, kind if scalar else out.dtype)
     return dividend, divisor, rounder(kind if scalar else out.dtype)

@@ -21,6 +21,7 @@ from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
+from tpu_compile.lowering.windows import running
 
 aten = torch.ops.aten
 
@@ -247,7 +248,7 @@ def true_positions(mask: Value) -> Value:
     n = hlo.shape(mask)[0]
     if not n:
         return ones
-    return stablehlo.subtract(hlo.running(ones, 0, "add"), ones)
+    return stablehlo.subtract(running(ones, 0, "add"), ones)
 
 
 # ---- one axis

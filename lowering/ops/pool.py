@@ -18,6 +18,7 @@ from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.registry import lowers
+from tpu_compile.lowering.windows import reduce_window
 
 aten = torch.ops.aten
 Ints = Sequence[int]
@@ -103,7 +104,7 @@ def max_along(x: Value, index: Value, w: Window) -> tuple[Value, Value]:
     kernel, stride, dilation = list(sizes), list(sizes), list(sizes)
     kernel[w.axis], stride[w.axis], dilation[w.axis] = w.kernel, w.stride, w.dilation
     inits = [hlo.scalar(lowest(element), element), hlo.scalar(-1, torch.int32)]
-    value, at = hlo.reduce_window([x, index], inits, either, kernel, stride, [(0, 0)] * len(sizes), dilation)
+    value, at = reduce_window([x, index], inits, either, kernel, stride, [(0, 0)] * len(sizes), dilation)
     return value, at
 
 
@@ -275,7 +276,7 @@ def window_sum(x: Value, rows: Sequence[tuple[int, int, int, tuple[int, int], in
     for axis, window, stride, padding, dilation in rows:
         kernel[axis], strides[axis], pads[axis], base[axis] = window, stride, padding, dilation
     init = hlo.scalar(0, hlo.dtype(x))
-    return hlo.reduce_window([x], [init], stablehlo.add, kernel, strides, pads, None, base)[0]
+    return reduce_window([x], [init], stablehlo.add, kernel, strides, pads, None, base)[0]
 
 
 def divisors(w: Window, include_pad: bool) -> np.ndarray:

@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import hlo
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.indexing import take_along
+from tpu_compile.lowering.windows import running
 
 Before = Callable[[Value, Value], Value]
 
@@ -129,8 +130,8 @@ def _or_missing(places: Value, rank: Value, missing: int | None) -> Value:
 
 def _stops(left: Value, right: Value) -> _Stops:
     rows, n = hlo.shape(left)
-    left_rank = _plus(hlo.running(hlo.convert(left, torch.int32), 1, "add"), -1)
-    from_right = hlo.reverse(hlo.running(hlo.reverse(hlo.convert(right, torch.int32), [1]), 1, "add"), [1])
+    left_rank = _plus(running(hlo.convert(left, torch.int32), 1, "add"), -1)
+    from_right = hlo.reverse(running(hlo.reverse(hlo.convert(right, torch.int32), [1]), 1, "add"), [1])
     right_rank = _plus(from_right, -1)
     lefts = _by_rank(left, left_rank, missing=n)
     rights = _by_rank(right, right_rank, missing=-1)

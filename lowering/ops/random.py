@@ -18,6 +18,7 @@ from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.random import RANDOM_OPS, keyed_ops, rng_key
 from tpu_compile.lowering.registry import RuleFunction, lowers, operand
+from tpu_compile.lowering.windows import running
 
 aten = torch.ops.aten
 
@@ -371,9 +372,9 @@ def _largest_first(x: Value, count: int) -> Value:
 def _distribution(weights: Value) -> Value:
     """Running sums that an element of weight 0 leaves exactly as they were, so that it can never be drawn."""
     axis = hlo.rank(weights) - 1
-    sums = hlo.running(weights, axis, "add")
+    sums = running(weights, axis, "add")
     positive = hlo.compare(weights, hlo.full_like(weights, 0), "GT")
-    return hlo.running(hlo.select(positive, sums, hlo.full_like(sums, -math.inf)), axis, "maximum")
+    return running(hlo.select(positive, sums, hlo.full_like(sums, -math.inf)), axis, "maximum")
 
 
 def _search(distribution: Value, key: Value, sizes: Any) -> Value:

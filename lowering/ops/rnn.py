@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxlib.mlir.dialects import stablehlo
@@ -10,6 +11,7 @@ from jaxlib.mlir.dialects import stablehlo
 from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
+from tpu_compile.lowering.jnp import jax, jnp, lax, lowers_jnp
 from tpu_compile.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -90,3 +92,55 @@ def lstm(gates: Value, recurrent: Value, hidden: Value, cell: Value, reverse: bo
     start = hlo.full(0, hlo.dtype(gates), [count, n, width])
     results = hlo.while_([zero, gates, recurrent, hidden, cell, start], go_on, body)
     return results[5], results[3], results[4]
+
+
+@lowers_jnp(aten.mkldnn_rnn_layer_backward.default)
+def mkldnn_rnn_layer_backward(
+    input: Any,
+    weight1: Any,
+    weight2: Any,
+    weight3: Any,
+    weight4: Any,
+    hx_: Any,
+    cx_tmp: Any,
+    output: Any,
+    hy_: Any,
+    cy_: Any,
+    grad_output: Any | None,
+    grad_hy: Any | None,
+    grad_cy: Any | None,
+    reverse: bool,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Sequence[int],
+    batch_first: bool,
+    workspace: Any,
+) -> tuple[Any, ...]:
+    """jax differentiates the layer, which it runs again: oneDNN's workspace is its own affair."""
+
+    def layer(x: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, h: Any, c: Any) -> tuple[Any, Any, Any]:
+        kind = jnp.promote_types(x.dtype, jnp.float32)
+        steps = jnp.swapaxes(x, 0, 1) if batch_first else x
+        bias = (b_ih + b_hh).astype(kind) if has_biases else 0
+        gates = steps.astype(kind) @ w_ih.T.astype(kind) + bias
+
+        def step(state: tuple[Any, Any], now: Any) -> tuple[tuple[Any, Any], Any]:
+            hidden, cell = state
+            enter, keep, new, leave = jnp.split(now + hidden @ w_hh.T.astype(kind), 4, axis=-1)
+            cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+            hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+            return (hidden, cell), hidden
+
+        start = tuple(jnp.reshape(v, (gates.shape[1], hidden_size)).astype(kind) for v in (h, c))
+        (hidden, cell), steps = lax.scan(step, start, gates, reverse=reverse)
+        steps = jnp.swapaxes(steps, 0, 1) if batch_first else steps
+        return steps.astype(x.dtype), hidden.reshape(h.shape).astype(h.dtype), cell.reshape(c.shape).astype(c.dtype)
+
+    given = (input, weight1, weight2, weight3, weight4, hx_, cx_tmp)
+    results, pull = jax.vjp(layer, *given)
+    grads = zip((grad_output, grad_hy, grad_cy), results, strict=True)
+    return tuple(pull(tuple(jnp.zeros_like(r) if g is None else g.reshape(r.shape).astype(r.dtype) for g, r in grads)))

@@ -13,6 +13,7 @@ from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
+from tpu_compile.lowering.windows import running
 
 aten = torch.ops.aten
 
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 def _cumulative(ctx: LoweringContext, x: Value, dim: int, combiner: str) -> Value:
     x = hlo.convert(hlo.convert(x, ctx.out.dtype), dtypes.opmath(ctx.out.dtype))
     if hlo.rank(x):
-        x = hlo.running(x, axis(dim, hlo.rank(x)), combiner)
+        x = running(x, axis(dim, hlo.rank(x)), combiner)
     return hlo.convert(x, ctx.out.dtype)
 
 
@@ -50,12 +51,12 @@ def _running_extreme(x: Value, dim: int, combiner: str) -> tuple[Value, Value]:
     if not hlo.rank(x):
         return x, hlo.full(0, torch.int64, ())
     at = axis(dim, hlo.rank(x))
-    values = hlo.running(x, at, combiner)
+    values = running(x, at, combiner)
     holds = hlo.compare(x, values, "EQ")
     if hlo.dtype(x).is_floating_point:
         holds = stablehlo.or_(holds, hlo.is_nan(x))
     counts = hlo.iota(hlo.shape(x), at)
-    positions = hlo.running(hlo.select(holds, counts, hlo.full_like(counts, 0)), at, "maximum")
+    positions = running(hlo.select(holds, counts, hlo.full_like(counts, 0)), at, "maximum")
     return values, hlo.convert(positions, torch.int64)
 
 
@@ -64,7 +65,7 @@ def logcumsumexp(ctx: LoweringContext, x: Value, dim: int) -> Value:
     x = hlo.convert(x, dtypes.opmath(ctx.out.dtype))
     if hlo.rank(x):
         body = _add_complex_exponentials if hlo.dtype(x).is_complex else _add_exponentials
-        x = hlo.running(x, axis(dim, hlo.rank(x)), body, init=-math.inf)
+        x = running(x, axis(dim, hlo.rank(x)), body, init=-math.inf)
     return hlo.convert(x, ctx.out.dtype)
 
 

@@ -15,6 +15,7 @@ from tpu_compile.lowering.ops.indexing import take_along
 from tpu_compile.lowering.ops.scatter import scatter_along
 from tpu_compile.lowering.ops.search import search
 from tpu_compile.lowering.registry import lowers
+from tpu_compile.lowering.windows import running
 
 aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def _segments(data: Value, lengths: Value | None, offsets: Value | None) -> tupl
     at = hlo.rank(given) - 1
     given = hlo.convert(given, torch.int32)
     if lengths is not None:
-        ends, sizes = hlo.running(given, at, "add"), given
+        ends, sizes = running(given, at, "add"), given
     else:
         last = hlo.shape(given)[at]
         ends = hlo.slice_axis(given, at, 1, last)

@@ -16,6 +16,7 @@ from tpu_compile.lowering.ops.indexing import take_along
 from tpu_compile.lowering.ops.quickselect import nth_element, quickselect
 from tpu_compile.lowering.ops.shape import axis
 from tpu_compile.lowering.registry import lowers
+from tpu_compile.lowering.windows import running
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ def topk(
     if not hlo.rank(x):
         return hlo.reshape(x, ctx.outs[0].shape), hlo.full(0, torch.int64, ctx.outs[1].shape)
     if not math.prod(ctx.outs[0].shape):
-        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)  # type: ignore[return-value]
+        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)
     at = axis(dim, hlo.rank(x))
     wanted = min(k + 1, hlo.shape(x)[at])  # one more: whether it equals the last
     floats = largest and hlo.dtype(x) in (torch.float32, torch.bfloat16, torch.float16)
@@ -150,7 +151,7 @@ def kthvalue(ctx: LoweringContext, x: Value, k: int, dim: int = -1, keepdim: boo
         return _picked(ctx, x, hlo.full(0, torch.int32, ()))
     at = axis(dim, hlo.rank(x))
     if not hlo.numel(x):
-        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)  # type: ignore[return-value]
+        return tuple(hlo.full(0, out.dtype, out.shape) for out in ctx.outs)
     values, ranks = sort_with_positions(x, at)
     order = hlo.slice_axis(ranks, at, k - 1, k)
     if _ties_as_eager(ctx, x):
@@ -229,7 +230,7 @@ def mode(ctx: LoweringContext, x: Value, dim: int = -1, keepdim: bool = False) -
     edge = [0] * hlo.rank(x)
     edge[at] = 1
     same = hlo.pad(same, False, edge, [0] * hlo.rank(x))
-    start = hlo.running(hlo.select(same, hlo.full_like(counts, 0), counts), at, "maximum")
+    start = running(hlo.select(same, hlo.full_like(counts, 0), counts), at, "maximum")
     length = stablehlo.subtract(counts, start)
     longest = hlo.broadcast_in_dim(
         hlo.reduce(length, [at], "maximum"), hlo.shape(x), [i for i in range(hlo.rank(x)) if i != at]

@@ -32,6 +32,17 @@ def test_layers(agrees: Any, kind: type[nn.Module], options: dict[str, Any]) -> 
         agrees(kind(3, 4, **options), sequence(2, 5, 3))
 
 
+@pytest.mark.parametrize("options", [{"bidirectional": True, "batch_first": True}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_layers_train(agrees: Any, kind: type[nn.Module], options: dict[str, Any]) -> None:
+    agrees(kind(3, 4, **options), sequence(2, 5, 3).requires_grad_(), grad=True)
+
+
+def test_an_lstm_trains_from_a_given_state(agrees: Any) -> None:
+    states = [sequence(1, 2, 4).requires_grad_(), sequence(1, 2, 4).requires_grad_()]
+    agrees(lambda layer, x, h, c: layer(x, (h, c)), nn.LSTM(3, 4), sequence(5, 2, 3), *states, grad=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_lstm_dtypes(agrees: Any, dtype: torch.dtype) -> None:
     with torch.no_grad():

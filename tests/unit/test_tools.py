@@ -26,7 +26,7 @@ COLD = {
     "xla_compiles": 1.0,
     "disk_hits": 0.0,
     "disk_misses": 1.0,
-    "ops_eager": 0.0,
+    "fallback_ops": 0.0,
 }
 WARM = {**COLD, "xla_compiles": 0.0, "xla_seconds": 0.0, "disk_hits": 1.0, "disk_misses": 0.0}
 
@@ -41,7 +41,7 @@ def test_the_demo_is_content_with_a_right_and_warm_second_process() -> None:
         ({"error": 2e-4}, {}, "the first process is off by 2.0e-04"),
         ({}, {"error": float("nan")}, "the second process is off by nan"),
         ({"xla_compiles": 0.0}, {}, "the first process compiled nothing"),
-        ({"ops_eager": 2.0}, {}, "2 operators of the model ran on the CPU"),
+        ({"fallback_ops": 2.0}, {}, "2 operators of the model ran on the CPU"),
         ({}, {"xla_compiles": 1.0}, "the second process compiled 1 programs"),
         ({}, {"load_seconds": 0.6}, "lowering + XLA + load took 0.35 of the first process's time"),
     ],
