@@ -19,25 +19,31 @@ from tpu_compile.lowering.hlo import Value
 
 @dataclass(frozen=True)
 class Folded:
-    """A value's axes as groups of axes of ``base``, in order; no axis of ``base`` has size 1."""
+    """A value's axes as groups of axes, in order, of ``base`` reshaped to ``shape``, which has no axis of size 1."""
 
     base: Value
+    shape: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def value(self) -> Value:
+        """What to contract."""
+        return hlo.reshape(self.base, self.shape)
 
     def sizes(self, axis: int) -> list[int]:
         """What the axis is the product of."""
-        return [hlo.shape(self.base)[i] for i in self.groups[axis]]
+        return [self.shape[i] for i in self.groups[axis]]
 
     def merged(self, axis: int) -> Folded | None:
-        """The same with one axis in one piece, if its axes lie together in ``base``."""
+        """The same with one axis in one piece, if its axes lie together."""
         group = self.groups[axis]
         if not group or list(group) != list(range(group[0], group[0] + len(group))):
             return None
-        shape, first, gone = hlo.shape(self.base), group[0], len(group) - 1
-        base = hlo.reshape(self.base, [*shape[:first], math.prod(self.sizes(axis)), *shape[first + gone + 1 :]])
+        first, gone = group[0], len(group) - 1
+        shape = (*self.shape[:first], math.prod(self.sizes(axis)), *self.shape[first + gone + 1 :])
         moved = [tuple(i if i <= first else i - gone for i in g) for g in self.groups]
         moved[axis] = (first,)
-        return Folded(base, tuple(moved))
+        return Folded(self.base, shape, tuple(moved))
 
 
 def fold(x: Value) -> Folded:
@@ -60,8 +66,8 @@ def _without_ones(base: Value, groups: list[list[int]]) -> Folded:
     shape = hlo.shape(base)
     kept = [i for i, size in enumerate(shape) if size != 1]
     place = {axis: i for i, axis in enumerate(kept)}
-    squeezed = hlo.reshape(base, [shape[i] for i in kept])
-    return Folded(squeezed, tuple(tuple(place[i] for i in group if i in place) for group in groups))
+    squeezed = tuple(shape[i] for i in kept)
+    return Folded(base, squeezed, tuple(tuple(place[i] for i in group if i in place) for group in groups))
 
 
 def _undo(x: Value) -> tuple[Value, list[list[int]]] | None:
@@ -135,7 +141,7 @@ def _in_order(
     out: torch.dtype,
 ) -> Value:
     """The product with its axes in the order of the groups: a dot has free axes in that of its operands."""
-    result = hlo.dot_general(left.base, right.base, contract, batch, out=out)
+    result = hlo.dot_general(left.value, right.value, contract, batch, out=out)
     places, start = list(range(len(batch[0]))), len(batch[0])
     for free in (rows, columns):
         places += [start + sorted(free).index(axis) for axis in free]
