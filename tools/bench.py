@@ -15,12 +15,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import report, sections
+from benchmarks import dispatch, report, sections, train
 from rich.console import Console
 
 import tpu_compile
 
-PARTS = ("import", "calls", *sections.NETWORKS, "decode", "lowering", "first-call", "restart")
+PARTS = (
+    *("import", "calls", "dispatch", *sections.NETWORKS, *sections.TRAINING),
+    *("decode", "lowering", "first-call", "restart"),
+)
 
 
 def chosen(text: str) -> tuple[str, ...]:
@@ -46,9 +49,14 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
         yield sections.import_time(settings)
     if "calls" in parts:
         yield sections.calls(settings)
+    if "dispatch" in parts:
+        yield dispatch.rows(settings.rounds)
     for name in sections.NETWORKS:
         if name in parts:
             yield sections.steady(name, settings)
+    for part, name in sections.TRAINING.items():
+        if part in parts:
+            yield train.rows(name, settings.rounds, settings.seconds)
     if "decode" in parts:
         yield sections.decoding(settings)
     if "lowering" in parts:

@@ -68,6 +68,10 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         ratio("steady", model, "tpu", "jax", 1.10)
         absolute("lowering, warm", model, "tpu", 60.0, "µs/node")
     ratio("decode", "llama", "tpu", "jax", 1.10)
+    for what in ("1 argument", "100 arguments", "gpt"):
+        ratio("dispatch", what, "tpu", "limit", 1.0)
+    ratio("training step", "gpt2", "tpu", "jax", 1.05)
+    ratio("training, memory", "gpt2", "tpu", "jax", 1.0)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
     for case in ("bert", "llama", "llama-training"):
         absolute("restart", case, "tpu", 1000.0, "ms", less="null")

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 import tpu_compile
-from benchmarks import contenders, decode, first_call, restart, torch_models
+from benchmarks import contenders, decode, first_call, restart, torch_models, train
 from benchmarks.report import Row
 from benchmarks.timing import in_turn
 
 NETWORKS = ("bert", "llama", "resnet")
+TRAINING = {f"train-{name}": name for name in train.NETWORKS}
 IMPORT = "import time, torch; t = time.perf_counter(); import tpu_compile; print(time.perf_counter() - t)"
 
 

@@ -3,6 +3,7 @@ which takes 50 ns a tensor; one at a time takes 2 µs."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,25 +24,35 @@ class Glance:
         layouts: what each argument's cell must be laid out as.
     """
 
-    __slots__ = ("_guards", "_layouts", "_learned")
+    __slots__ = ("_cells", "_guards", "_layouts", "_learned", "_pointers")
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = list(layouts)
         self._guards: Any = None
         self._learned = 0
+        self._pointers: list[int] = [-1] * len(self._layouts)
+        self._cells: list[Any] = [None] * len(self._layouts)
 
-    def cells(self, tensors: Sequence[torch.Tensor]) -> list[Cell] | None:
-        """The tensors' cells, if each holds a buffer that the plan takes as it is. None: look at them one by one."""
+    def cells(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Cell], list[Any]] | None:
+        """The tensors' cells and buffers, if the plan takes each as it is. None: look at them one by one."""
         if self._guards is None or not self._guards.check(*tensors):
             return None
-        cells: list[Cell] = [t.untyped_storage()._tpu_cell for t in tensors]  # type: ignore[attr-defined]
+        pointers = [t.data_ptr() for t in tensors]
+        if pointers != self._pointers:
+            self._find(tensors, pointers)
+        cells: list[Cell] = [cell() for cell in self._cells]
         if [cell.layout for cell in cells] != self._layouts:
             return None
-        array = device.array
-        for cell in cells:
-            if type(cell.buffer) is not array:
-                return None
-        return cells
+        buffers = [cell.buffer for cell in cells]
+        return (cells, buffers) if set(map(type, buffers)) == {device.array} else None
+
+    def _find(self, tensors: Sequence[torch.Tensor], pointers: list[int]) -> None:
+        """Look up the cells of tensors that were others at the last call: no address is ever used twice, and a storage
+        keeps its cell."""
+        for place, (pointer, known) in enumerate(zip(pointers, self._pointers, strict=True)):
+            if pointer != known:
+                self._cells[place] = weakref.ref(tensors[place].untyped_storage()._tpu_cell)  # type: ignore[attr-defined]
+        self._pointers = pointers
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Tensors that look like these (sizes, strides, dtype, class, ``requires_grad``) fit."""

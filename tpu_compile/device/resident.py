@@ -17,7 +17,7 @@ from tpu_compile.device.glance import Glance
 from tpu_compile.device.programs import duplicate
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Layout, TensorMaker, cell_of, layout_of, maker
-from tpu_compile.errors import BadCall
+from tpu_compile.errors import BadCall, OutOfMemory
 from tpu_compile.lowering.program import Program, TensorSpec
 from tpu_compile.stats import counters
 
@@ -125,8 +125,8 @@ class ResidentPlan:
         if device.runner is not None:
             device.runner.flush()
         tensors = [arguments[position] for position in self._resident]
-        cells = self._glance.cells(tensors)
-        buffers = self._looked_at(tensors) if cells is None else [cell.buffer for cell in cells]
+        seen = self._glance.cells(tensors)
+        cells, buffers = seen or (None, self._looked_at(tensors))
         for index, position, take in self._hosts:
             buffers.insert(index, take(arguments[position]))
         if self._donated:
@@ -137,7 +137,11 @@ class ResidentPlan:
         direct = self._direct if cells is not None else None
         if direct is None:
             resident = [writer is not None and writer[0].resides(arguments[p]) for p, _, writer in self._mutated]
-        outputs = self._execute(buffers)
+        try:
+            outputs = self._execute(buffers)
+        except OutOfMemory as error:
+            error.add_note(contents.living())
+            raise
         counters["executions"] += 1
         if self._waits or device.synchronous:
             self._client.ready(outputs)
