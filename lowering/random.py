@@ -48,6 +48,9 @@ RANDOM_OPS = (
     aten.cauchy.default,
     aten.log_normal.default,
     aten.multinomial.default,
+    aten.poisson.default,
+    aten.binomial.default,
+    aten._standard_gamma.default,
     aten.native_dropout.default,
     aten.rrelu_with_noise_functional.default,
 )
