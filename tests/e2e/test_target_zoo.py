@@ -30,6 +30,7 @@ def test_some_compile(name: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # mamba's own code
 @pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
 @pytest.mark.parametrize("name", architectures.ALL)
 def test_all_compile(name: str, target: str) -> None:
