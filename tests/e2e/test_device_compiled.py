@@ -100,6 +100,14 @@ def test_views_and_layouts_of_arguments():
     assert fn(image).stride() == image.stride()
 
 
+def test_a_result_that_is_expanded():
+    """Its axes repeat one element in memory, as FakeTensor promised Dynamo."""
+    compiled = torch.compile(lambda x: (x * 2)[:, None].expand(3, 4), backend="tpu")
+    got = compiled(torch.arange(3.0, device="tpu"))
+    assert got.stride() == (1, 0) and got.is_tpu
+    assert torch.equal(got.cpu(), (torch.arange(3.0) * 2)[:, None].expand(3, 4))
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_shapes_vary(dynamic):
     fn = compiled(lambda x: (x * x.shape[0]).sum(0), dynamic=dynamic)

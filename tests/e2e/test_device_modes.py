@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tpu_compile
-from tpu_compile.errors import ConfigError
+from tpu_compile.errors import ConfigError, OutOfMemory
 
 
 @pytest.fixture(autouse=True)
@@ -180,3 +180,19 @@ def test_the_environment_chooses_the_mode(run_python):
         {"TPU_COMPILE_EAGER_MODE": "defer"},
     )
     assert done.stdout.strip() == "defer 0 [2.0, 2.0, 2.0]"
+
+
+@pytest.mark.parametrize("way", ["strict", "defer", "compiled"])
+def test_out_of_memory_says_what_was_alive(way):
+    held = torch.ones(1 << 20, device="tpu")
+
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        return x.expand(1 << 20, 1 << 20) + 0
+
+    call = torch.compile(grow, backend="tpu") if way == "compiled" else grow
+    with torch.tpu.mode("defer" if way == "defer" else "strict"):
+        with pytest.raises(OutOfMemory) as caught:
+            call(held)[0, 0].item()
+        said = "".join(caught.value.__notes__)
+        assert "4,194,304 bytes in 1 x torch.float32[1048576]" in said and "1048576, 1048576" not in said
+        assert (held[:2] * 2).tolist() == [2, 2]

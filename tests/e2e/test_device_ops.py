@@ -123,6 +123,56 @@ def test_indexing():
     same(t.nonzero(), want.nonzero())
 
 
+MASK = torch.tensor([[True, False, True, True], [False, False, True, False], [True, True, True, False]])
+COUNTS = torch.tensor([2, 0, 1, 2])
+SIZED = {
+    "nonzero": lambda t: t(MASK).nonzero(),
+    "nonzero of many": lambda t: (t(torch.arange(100)) % 3).nonzero(),
+    "masked_select": lambda t: t(torch.arange(4.0)).masked_select(t(MASK)),
+    "a mask": lambda t: t(torch.arange(12.0).view(3, 4))[t(MASK)],
+    "a mask of rows": lambda t: t(torch.arange(200.0).view(100, 2))[t(torch.arange(100) % 3 == 1)],
+    "a mask of columns": lambda t: t(torch.arange(12.0).view(3, 4))[:, t(MASK[0])],
+    "a mask beside an index": lambda t: t(torch.arange(12.0).view(3, 4))[t(COUNTS[:3]), t(MASK[2])],
+    "unique": lambda t: torch.unique(t(COUNTS), return_inverse=True, return_counts=True),
+    "unique rows": lambda t: torch.unique(t(MASK.T), dim=0, return_inverse=True, return_counts=True),
+    "unique columns": lambda t: torch.unique(t(COUNTS[None].repeat(2, 1)), dim=1),
+    "unique_consecutive": lambda t: torch.unique_consecutive(t(COUNTS // 2), return_inverse=True, return_counts=True),
+    "unique NaNs": lambda t: torch.unique(t(torch.tensor([torch.nan, 1, torch.nan, 1]))),
+    "bincount": lambda t: torch.bincount(t(COUNTS), minlength=5),
+    "bincount with weights": lambda t: torch.bincount(t(COUNTS), t(torch.linspace(0, 1, 4))),
+    "repeat_interleave": lambda t: torch.repeat_interleave(t(torch.arange(4.0)), t(COUNTS)),
+    "tensor_split": lambda t: torch.tensor_split(t(torch.arange(8.0)), t(COUNTS[2:])),
+    "nothing": lambda t: t(torch.ones(3))[t(torch.zeros(3, dtype=torch.bool))],
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_results_whose_size_depends_on_values(name):
+    """The host reads the size, and nothing else leaves the device."""
+    got, want = SIZED[name](lambda t: t.to("tpu")), SIZED[name](lambda t: t)
+    pairs = [(got, want)] if isinstance(want, torch.Tensor) else zip(got, want, strict=True)
+    for g, w in pairs:
+        same(g, w)
+    assert tpu_compile.stats()["fallback_ops"] == 0
+
+
+def test_masks_of_similar_counts_share_a_program():
+    x, positions = torch.arange(1000.0, device="tpu"), torch.arange(1000, device="tpu")
+    x[positions < 900]
+    before = tpu_compile.stats()
+    for count in (910, 950, 990):
+        same(x[positions < count], torch.arange(float(count)))
+    assert compiled_since(before) == 0
+
+
+def test_a_mask_of_truths_where_keys_are_shared():
+    torch.manual_seed(0)
+    q, k, allowed = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8), torch.ones(5, 5, dtype=torch.bool).tril()
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, k, allowed)
+    got = torch.nn.functional.scaled_dot_product_attention(*(t.to("tpu") for t in (q, k, k, allowed)))
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_errors_are_torchs_own():
     calls = {
         "shapes": lambda d: torch.ones(2, 3, device=d) @ torch.ones(2, 3, device=d),
@@ -147,6 +197,21 @@ def test_tensors_of_two_devices_do_not_mix():
         torch.ones(2, device="tpu") + torch.ones(2)
     with pytest.raises(RuntimeError, match="argument for argument mat2"):
         torch.ones(2, 2, device="tpu").mm(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"argument for argument tensors in method aten\.cat"):
+        torch.cat([torch.ones(2, device="tpu"), torch.ones(2)])
+    with pytest.raises(RuntimeError, match=r"indices should be either on cpu or on the same device"):
+        torch.ones(2)[torch.tensor([0], device="tpu")]
+
+
+def test_other_layouts_are_an_error_that_says_what_to_do():
+    embedding = torch.nn.Embedding(4, 2, sparse=True).to("tpu")
+    for make in (
+        lambda: torch.eye(2).to_sparse().to("tpu"),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), device="tpu"),
+        lambda: embedding(torch.tensor([1], device="tpu")).sum().backward(),
+    ):
+        with pytest.raises(RuntimeError, match="dense tensors only"):
+            make()
 
 
 def test_one_device_a_process():

@@ -28,11 +28,19 @@ def scaled_dot_product_attention(
     not with axes that are broadcast."""
     if dropout_p or not _fits(query, key, value, enable_gqa):
         math: Any = aten._scaled_dot_product_attention_math.default
+        attn_mask = _additive(attn_mask, query.dtype)
         return math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     whole: Any = aten._scaled_dot_product_fused_attention_overrideable.default
     return whole(query, key, value, attn_mask, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask of truths as the numbers to add; torch's products add whatever they get."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), float("-inf"))
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:

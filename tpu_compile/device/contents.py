@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 
 from tpu_compile.device import storage
+from tpu_compile.device.background import background
 from tpu_compile.device.state import device
-from tpu_compile.device.storage import Cell, Dims, HostBytes, Layout, layout_of
+from tpu_compile.device.storage import Cell, Dims, HostBytes, Layout, layout_of, living_cells
 from tpu_compile.errors import DeviceError, UnsupportedDtype
 from tpu_compile.lowering.program import dense_order, row_major
 
@@ -37,8 +37,10 @@ def _settled(deferred: Any) -> Any:
     Raises:
         DeviceError: the program that was to compute it has failed.
     """
-    if deferred.buffer is None and device.runner is not None:
+    if deferred.step is not None and device.runner is not None:
         device.runner.flush()
+    if deferred.buffer is None:
+        background.drain()
     if deferred.buffer is None:
         raise DeviceError("The deferred program that was to compute this tensor has failed.", "FAILED_PRECONDITION")
     return deferred.buffer
@@ -185,9 +187,14 @@ def refill(cell: Cell, data: torch.Tensor) -> None:
     cell.buffer = HostBytes(data)
 
 
+def _allocated(cell: Cell) -> bool:
+    """Whether the cell takes memory of the device now, and not only after what was put off has run."""
+    return type(cell.buffer) is device.array or getattr(cell.buffer, "buffer", None) is not None
+
+
 def living(most: int = 8) -> str:
     """What the device holds: a line for each kind of buffer, the largest first, for errors about memory."""
-    cells = [cell for cell in gc.get_objects() if type(cell) is Cell and ready(cell)]
+    cells = [cell for cell in living_cells() if _allocated(cell)]
     sizes: Counter[Layout] = Counter()
     for cell in cells:
         sizes[cell.layout] += cell.nbytes

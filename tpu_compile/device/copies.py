@@ -81,6 +81,15 @@ def copy_from_and_resize(src: Tensor, dst: Tensor) -> Tensor:
     return dst.copy_(src)
 
 
+def index_put_impl(generic: Any) -> Any:
+    """The kernel of ``_index_put_impl_``, which backward passes call: ``index_put_`` has the rule."""
+
+    def put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False, unsafe: bool = False) -> Tensor:
+        return aten.index_put_(x, indices, values, accumulate)  # type: ignore[no-any-return]
+
+    return put
+
+
 def item(t: Tensor) -> Any:
     """``_local_scalar_dense``: waits for the value."""
     cell = cell_of(t)

@@ -25,6 +25,7 @@ from tpu_compile.device.programs import Plan, output_order
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
+from tpu_compile.errors import OutOfMemory
 from tpu_compile.stats import counters
 
 MOST_OPS = 768
@@ -199,7 +200,11 @@ def _job(compiled: Compiled, externals: list[Any], seed: Any, live: list[Deferre
     buffers.extend(compiled.constants)
     if seed is not None:
         buffers.append(seed)
-    outputs = compiled.execute(buffers)
+    try:
+        outputs = compiled.execute(buffers)
+    except OutOfMemory as error:
+        error.add_note(contents.living())
+        raise
     counters["executions"] += 1
     if compiled.order is not None:
         outputs = [outputs[i] for i in compiled.order]

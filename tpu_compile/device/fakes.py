@@ -18,6 +18,7 @@ class TraceMode(FakeTensorMode):
 def register() -> None:
     """Tell FakeTensor; tensors of other devices are left to torch."""
     register_op_impl(aten._grouped_mm.default)(grouped_mm)
+    register_op_impl(aten.histc.default)(histc)
 
 
 def grouped_mm(
@@ -35,3 +36,11 @@ def grouped_mm(
         shape = (x.size(1), mat2.size(1)) if grouped_columns else (x.size(0), x.size(1), mat2.size(-1))
     with mode:
         return torch.empty(shape, dtype=out_dtype or x.dtype, device=x.device)
+
+
+def histc(mode: FakeTensorMode, func: Any, x: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    """``histc`` of integers too; torch's meta function says what its CPU kernel cannot do."""
+    if not (isinstance(mode, TraceMode) or x.device.type == "tpu"):
+        return NotImplemented
+    with mode:
+        return torch.empty((bins,), dtype=x.dtype, device=x.device)

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
@@ -77,7 +77,21 @@ def _results(schema: Schema, result: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 def _to_device(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_quantized):
+        refuse_layout(value)
     return contents.to_device(value) if isinstance(value, torch.Tensor) else value
+
+
+def refuse_layout(op: Any, *_: Any, **__: Any) -> NoReturn:
+    """What torch's sparse, nested and quantised backends of this device are: an error.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "The tpu device has dense tensors only, no sparse, nested or quantized ones: make those on the CPU, from "
+        "tensor.cpu(); give embeddings sparse=False, and nested tensors layout=torch.jagged."
+    )
 
 
 def _gap(schema: Schema, reason: Exception | None) -> Gap:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tpu_compile.device import fallback, outs, tracing
 from tpu_compile.device.calls import Call, OtherDevice, Template
@@ -104,10 +104,14 @@ class Kernel:
     def across_devices(self, other: OtherDevice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A call with tensors of two devices: indices move, anything else is an error in torch's words."""
         if self.schema.base in _INDEXED and other.tensor.device.type == "cpu":
+            if cell_of(args[0]) is None:
+                raise RuntimeError(
+                    f"indices should be either on cpu or on the same device as the indexed tensor ({args[0].device})"
+                ) from None
             args, kwargs = tree_map(lambda t: t.to("tpu") if _is_host_index(t) else t, (args, kwargs))
             return self.call(*args, **kwargs)
-        position = next((i for i, a in enumerate(args) if a is other.tensor), None)
-        name = self.schema.names[position] if position is not None else "in a list, or given by name,"
+        named = {**dict(zip(self.schema.names, args, strict=False)), **kwargs}
+        name = next(n for n, value in named.items() if any(leaf is other.tensor for leaf in tree_leaves(value)))
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, tpu:0 and "
             f"{other.tensor.device}! (when checking argument for argument {name} in method {self.schema.op})"

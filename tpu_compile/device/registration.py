@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from tpu_compile.config import config
-from tpu_compile.device import attention, copies, fakes, memory, modes, norms
+from tpu_compile.device import attention, copies, fakes, fallback, memory, modes, norms, sizes
 from tpu_compile.device.autocasting import Autocast
 from tpu_compile.device.kernels import Kernel
 from tpu_compile.device.schemas import is_view
@@ -31,6 +32,7 @@ _LEFT_TO_TORCH = frozenset(
         "detach",
         "is_pinned",
         "_pin_memory",
+        "_pack_padded_sequence",
         "record_stream",
         "sym_size",
         "sym_stride",
@@ -53,6 +55,15 @@ OWN: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": copies.item,
     "equal": copies.equal,
     "native_batch_norm": norms.native_batch_norm,
+    "nonzero": sizes.nonzero,
+    "nonzero.out": sizes.out_variant(sizes.nonzero),
+    "masked_select": sizes.masked_select,
+    "masked_select.out": sizes.out_variant(sizes.masked_select),
+    "_unique": sizes.unique,
+    "_unique2": sizes.unique2,
+    "unique_consecutive": sizes.unique_consecutive,
+    "bincount": sizes.bincount,
+    "repeat_interleave.Tensor": sizes.repeat_interleave,
     "_has_compatible_shallow_copy_type": lambda a, b: True,  # .to() keeps Parameters: ties, grads, optimizers
 }
 """Kernels that run no program of their own."""
@@ -60,6 +71,10 @@ OWN: dict[str, Callable[..., Any]] = {
 AROUND: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "copy_": copies.copy_,
     "_to_copy": copies.to_copy,
+    "index.Tensor": sizes.index,
+    "_index_put_impl_": copies.index_put_impl,
+    "unique_dim": partial(sizes.by_rows, rows=sizes.unique_dim),
+    "unique_dim_consecutive": partial(sizes.by_rows, rows=sizes.unique_dim_consecutive),
 }
 """What stands around the generic kernel of these."""
 
@@ -69,6 +84,7 @@ class Registration:
 
     def __init__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL")
+        self._everything = torch.library.Library("_", "IMPL")
         self._autocast = Autocast()
         self.kernels: dict[str, Callable[..., Any]] = {}
         self._others: dict[OpOverload, Callable[..., Any]] = {}
@@ -81,6 +97,10 @@ class Registration:
         self._autocast.register()
         fakes.register()
         attention.register(self._library)
+        for key in ("AutogradPrivateUse1", _KEY):
+            self._library.impl("tensor_split.tensor_indices_or_sections", sizes.tensor_split, key)
+        for layout in ("Sparse", "SparseCsr", "NestedTensor", "Quantized"):
+            self._everything.fallback(fallback.refuse_layout, layout + _KEY)
         for name, op in _overloads():
             function = self._kernel(name, op)
             if function is not None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -122,6 +123,7 @@ class Cell:
         meter.bytes += self.nbytes
         if meter.bytes > meter.peak:
             meter.peak = meter.bytes
+        _living[id(self)] = ref(self)
 
     def grow(self, nbytes: int) -> None:
         """Count more bytes for it from now on."""
@@ -132,6 +134,15 @@ class Cell:
     def __del__(self) -> None:
         meter.cells -= 1
         meter.bytes -= self.nbytes
+        _living.pop(id(self), None)
+
+
+_living: dict[int, ref[Cell]] = {}
+
+
+def living_cells() -> list[Cell]:
+    """All cells that somebody holds."""
+    return [cell for known in list(_living.values()) if (cell := known()) is not None]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 from tpu_compile.device import contents
 from tpu_compile.device.state import device
-from tpu_compile.device.storage import Cell
+from tpu_compile.device.storage import living_cells
 
 
 def synchronize() -> None:
@@ -18,5 +16,4 @@ def synchronize() -> None:
     if device.runner is not None:
         device.runner.flush()
     client = device.client
-    cells = [cell for cell in gc.get_objects() if type(cell) is Cell]
-    client.ready([contents.contents(cell) for cell in cells if contents.ready(cell)])
+    client.ready([contents.contents(cell) for cell in living_cells() if contents.ready(cell)])
