@@ -88,7 +88,7 @@ def _check(function: Any) -> tuple[str, tuple[Any, ...]]:
 _TAGS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     float: ("float", float.hex),
     TensorSpec: ("spec", lambda s: (s.shape, str(s.dtype).removeprefix("torch."), s.stride)),
-    Result: ("result", lambda r: (r.index, r.argument, r.value)),
+    Result: ("result", lambda r: tuple([getattr(r, field.name) for field in fields(Result)])),
     HostCheck: ("check", lambda c: (c.result, *_check(c.function))),
 }
 _READERS: dict[str, Callable[[Any], Any]] = {
