@@ -1,6 +1,6 @@
 """Sentence embeddings, eager and compiled, in this one process; the measurements go to a file. `demo.py` runs it twice.
 
-    python demo/embed.py REPORT.json
+python demo/embed.py REPORT.json
 """
 
 from __future__ import annotations

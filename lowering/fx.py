@@ -7,21 +7,21 @@ import hashlib
 import io
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import func
-from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from tpu_compile.config import config
 from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo, layers, numbers
-from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context, source_line
+from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context
 from tpu_compile.lowering.debug import DebugChecks
+from tpu_compile.lowering.gaps import ASSERTIONS, SYMBOLIC, attribute, evaluated, missing, unsupported, where
 from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
 from tpu_compile.lowering.random import rng_key
 from tpu_compile.lowering.registry import registry
@@ -32,26 +32,6 @@ Bindings = Mapping[Any, int]
 EMBED_BYTES = 4096
 """Tensor constants up to this size become constants of the program; larger ones are passed in, so that the program
 stays small."""
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-ASSERTIONS = frozenset(
-    {
-        aten._assert_async.msg,
-        aten._assert_async.default,
-        aten._assert_scalar.default,
-        aten.sym_constrain_range.default,
-        aten.sym_constrain_range_for_size.default,
-        aten._assert_tensor_metadata.default,
-    }
-)
-"""Checks on data or sizes that FakeTensor has made already, or that only an eager run can make; they compute
-nothing."""
-
-
-def where(node: Node) -> SourceLine | None:
-    """The user's line of a node."""
-    trace = node.stack_trace
-    return source_line(trace) if trace else None
 
 
 def bind(graph: torch.fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
@@ -67,65 +47,6 @@ def bind(graph: torch.fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
                 if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_Symbol:
                     bindings[symbolic.node.expr] = int(actual)
     return bindings
-
-
-def missing(graph_module: GraphModule) -> list[tuple[Node, Gap]]:
-    """Everything in a graph (and its subgraphs) that has no rule, with the user's lines; a node of a subgraph is
-    charged to its caller."""
-    gaps = []
-    for node in graph_module.graph.nodes:
-        gap = _gap(node)
-        if gap:
-            gaps.append((node, gap))
-        gaps.extend((node, inner) for sub in _subgraphs(graph_module, node) for _, inner in missing(sub))
-    return gaps
-
-
-def _subgraphs(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
-    if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
-        return
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            inner = _attribute(graph_module, str(argument.target))
-            if isinstance(inner, GraphModule):
-                yield inner
-
-
-def _gap(node: Node) -> Gap | None:
-    if node.op != "call_function" or _evaluated(node) or node.target is operator.getitem or node.target in ASSERTIONS:
-        return None
-    number = node.meta.get("unbacked_bindings") or node.target is aten._local_scalar_dense.default
-    if number and not numbers.stays_inside(node):
-        hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
-        return Gap(str(node.target), "its result's shape or value depends on data", str(where(node) or ""), hint)
-    if registry.get(node.target) is None:
-        return Gap(str(node.target), "no rule lowers it", str(where(node) or ""))
-    foreign = next((d for n in (node, *node.all_input_nodes) for d in _foreign_dtypes(n.meta.get("val"))), None)
-    if foreign:
-        return Gap(str(node.target), f"StableHLO has no element type for {foreign}", str(where(node) or ""))
-    return None
-
-
-def _foreign_dtypes(value: Any) -> Iterator[torch.dtype]:
-    """Dtypes of tensors in a node's value that no program can hold (complex32, the quantized ones)."""
-    if isinstance(value, torch.Tensor):
-        if value.dtype not in dtypes.NUMPY:
-            yield value.dtype
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _foreign_dtypes(item)
-
-
-def _evaluated(node: Node) -> bool:
-    """Whether the node computes a Python number, known once the symbols are bound."""
-    value = node.meta.get("val")
-    return isinstance(value, (*_SYMBOLIC, int, float, bool)) and node.target is not aten._local_scalar_dense.default
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
 
 
 @dataclass
@@ -207,7 +128,7 @@ class GraphWalk:
 
     def number(self, value: Any) -> Any:
         """A Python number: itself, or a symbolic one with the bindings put in."""
-        if isinstance(value, _SYMBOLIC):
+        if isinstance(value, SYMBOLIC):
             expression = value.node.expr
             bound = expression.xreplace(self.bindings) if hasattr(expression, "xreplace") else expression
             if getattr(bound, "free_symbols", None):
@@ -255,9 +176,9 @@ class GraphWalk:
             self.env[node] = self.attribute(node)
         elif node.target is operator.getitem and isinstance(items := self.resolve(node.args[0]), (tuple, list)):
             self.env[node] = items[self.resolve(node.args[1])]
-        elif _evaluated(node) and any(self.learned(n) for n in node.all_input_nodes):
+        elif evaluated(node) and any(self.learned(n) for n in node.all_input_nodes):
             self.env[node] = numbers.compute(node.target, self.resolve(node.args))
-        elif _evaluated(node):
+        elif evaluated(node):
             self.env[node] = self.number(node.meta["val"])
         elif node.target in ASSERTIONS:
             self.env[node] = None
@@ -325,7 +246,7 @@ class GraphWalk:
 
     def attribute(self, node: Node) -> Any:
         """A subgraph as it is; a tensor constant as a constant, or as an argument of the program if it is large."""
-        value = _attribute(self.graph_module, str(node.target))
+        value = attribute(self.graph_module, str(node.target))
         if not isinstance(value, torch.Tensor):
             return value
         if value.numel() * value.dtype.itemsize <= EMBED_BYTES:
@@ -406,7 +327,7 @@ def lower(
     """
     gaps = missing(graph_module)
     if gaps:
-        raise _unsupported(gaps, name)
+        raise unsupported(gaps, name)
     loops = layers.Loops(graph_module, name) if config.scan_layers and not config.debug_checks else None
     if loops:
         try:
@@ -434,10 +355,6 @@ def _lower(
         return _build(walk, module, name, donate, loops)
 
 
-def _unsupported(pairs: Sequence[tuple[Node, Gap]], name: str) -> UnsupportedOp:
-    return UnsupportedOp([gap for _, gap in pairs], name, [node for node, _ in pairs])
-
-
 def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool, loops: layers.Loops | None = None) -> Program:
     with ir.InsertionPoint(module.body):
         function = func.FuncOp("main", ir.FunctionType.get([], []), visibility="public")
@@ -454,7 +371,7 @@ def _build(walk: GraphWalk, module: ir.Module, name: str, donate: bool, loops: l
             elif loops is None or not loops.lower(walk, node):
                 walk.visit(node)
         if walk.gaps:
-            raise _unsupported(walk.gaps, name)
+            raise unsupported(walk.gaps, name)
         mutated = _mutations(walk)
         table = walk.debug.table() if walk.debug else None
         if table:

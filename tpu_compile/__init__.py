@@ -6,7 +6,7 @@
     tpu_compile.trace(model, x).lower().compile()            the stages, one at a time
     tpu_compile.export(model, (x,), path="m.tpuc")           a model as one file
     tpu_compile.load("m.tpuc")(x)                            runs it where the model's code is not
-    tpu_compile.aot(model, (x,))                             compiled and stored now; a new process starts without tracing
+    tpu_compile.aot(model, (x,))                             compiled and stored now; a new process does not trace
     tpu_compile.train_step(model, loss_fn, optimizer)        a whole training step as one program
     tpu_compile.lowers(my_op)                                a rule for an operator of your own, in StableHLO
     tpu_compile.lowers_jnp(my_op)                            the same, as a jax.numpy function

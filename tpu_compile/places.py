@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-from tpu_compile.lowering.fx import where
+from tpu_compile.lowering.gaps import where
 
 
 def place(node: Node) -> str:

@@ -25,7 +25,6 @@ from tpu_compile.config import override
 from tpu_compile.errors import BadCall, ConfigError, nearest
 from tpu_compile.lowering import fx
 from tpu_compile.lowering.program import Program, TensorSpec
-from tpu_compile.runtime import CompileOptions
 from tpu_compile.runtime.executable import MemoryAnalysis
 from tpu_compile.targets.compiling import compile_for
 

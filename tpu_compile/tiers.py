@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tpu_compile.lowering import fx
 from tpu_compile.lowering.decompositions import decompositions
+from tpu_compile.lowering.gaps import ASSERTIONS
 from tpu_compile.lowering.random import keyed_ops
 from tpu_compile.lowering.registry import registry
 
@@ -58,7 +58,7 @@ def tier_of(op: OpOverload) -> OpTier:
         return OpTier(str(op), rule.tier, f"{family}.py")
     if op in keyed_ops():
         return _through(op, keyed_ops()[op])
-    if op in fx.ASSERTIONS:
+    if op in ASSERTIONS:
         return OpTier(str(op), "native", "checked while tracing; computes nothing")
     twin = functional_twin(op) if op._schema.is_mutable else None
     if twin is not None:

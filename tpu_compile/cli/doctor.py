@@ -175,7 +175,7 @@ def torch_device() -> Iterator[Finding]:
     from tpu_compile.device.autoload import load
 
     if load.enabled:
-        yield Finding("device 'tpu'", "ok", "known to torch from its import on (TPU_COMPILE_AUTOLOAD=0 switches it off)")
+        yield Finding("device 'tpu'", "ok", "known to torch from its import on (TPU_COMPILE_AUTOLOAD=0: not)")
     else:
         yield Finding("device 'tpu'", "note", f"torch does not know it: {load.reason}")
 

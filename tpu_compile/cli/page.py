@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from tpu_compile.cli.on_target import duration
 from tpu_compile.cli.tables import number, size
-from tpu_compile.lowering import fx
+from tpu_compile.lowering import fx, gaps
 from tpu_compile.stages import Compiled
 from tpu_compile.targets.analysis import Analysis
 from tpu_compile.targets.describe import analysis, lines_of, relative
@@ -220,7 +220,7 @@ class _Page:
 
 def fx_where(node: Node) -> str:
     """``file:line`` of a node, or nothing."""
-    line = fx.where(node)
+    line = gaps.where(node)
     return f"{line.file}:{line.line}" if line else ""
 
 

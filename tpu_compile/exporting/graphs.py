@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from tpu_compile.errors import ExportError
 from tpu_compile.exporting import expressions
-from tpu_compile.lowering.fx import ASSERTIONS
+from tpu_compile.lowering.gaps import ASSERTIONS
 from tpu_compile.lowering.random import keyed_ops, rng_key
 from tpu_compile.lowering.registry import registry
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from tpu_compile import stages
 from tpu_compile.config import config, override
-from tpu_compile.lowering import fx, layers
+from tpu_compile.lowering import layers
+from tpu_compile.lowering.gaps import where
 from tpu_compile.targets import retype
 from tpu_compile.targets.analysis import Analysis
 from tpu_compile.targets.describe import emulated, not_donated, relative
@@ -247,7 +248,7 @@ def _first_line(graph_module: torch.fx.GraphModule, dtype: torch.dtype) -> str:
     for node in graph_module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype is dtype:
-            line = fx.where(node)
+            line = where(node)
             return relative(f"{line.file}:{line.line}") if line else ""
     return ""
 
@@ -261,7 +262,7 @@ def _gelu(load: Load, found: Analysis) -> Iterator[Change]:
     ]
     if not nodes:
         return
-    lines = {f"{line.file}:{line.line}" for node in nodes if (line := fx.where(node))}
+    lines = {f"{line.file}:{line.line}" for node in nodes if (line := where(node))}
     share = sum(found.share(step.seconds) for step in found.schedule.steps if step.where in lines)
     yield Change(
         "op",
@@ -278,7 +279,7 @@ def _layers(load: Load, found: Analysis) -> Iterator[Change]:
     loops = [] if config.scan_layers else layers.find(load.graph)
     if loops:
         first = loops[0].turns[0][0]
-        line = fx.where(first)
+        line = where(first)
         yield Change(
             "scan",
             f"{', '.join(str(len(loop.turns)) for loop in loops)} layers that repeat are compiled one by one",

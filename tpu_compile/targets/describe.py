@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule
 
-from tpu_compile.lowering import fx
+from tpu_compile.lowering import gaps
 from tpu_compile.lowering.program import Program
 from tpu_compile.stages import Compiled
 from tpu_compile.targets.analysis import Analysis, Fit, analyse, grouped
@@ -134,7 +134,7 @@ def emulated(graph_module: GraphModule, found: Analysis) -> list[dict[str, Any]]
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor):
             continue
         if value.dtype in _WIDE and value.numel() > 1 and not _is_view(node.target):
-            line = fx.where(node)
+            line = gaps.where(node)
             where = f"{line.file}:{line.line}" if line else ""
             op, dtype = str(node.target), _WIDE[value.dtype]
             taken = seconds.get((op, where), 0.0)

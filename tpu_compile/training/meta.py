@@ -31,9 +31,7 @@ def on_cpu(
     with FakeTensorMode():
         fakes = {id(t): _fake(t) for t in (*model.parameters(), *model.buffers())}
         before: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (table, dict(table))
-            for m in model.modules()
-            for table in (m._parameters, m._buffers)
+            (table, dict(table)) for m in model.modules() for table in (m._parameters, m._buffers)
         ]
         try:
             for table, kept in before:
