@@ -89,8 +89,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def opened(page: Path, *arguments: str) -> tuple[str, str]:
     """(the document after its scripts ran, what the browser's console said)."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip(f"no Chromium here, by any name of {', '.join(BROWSERS)}")
+    assert browser, f"no Chromium by any name of {', '.join(BROWSERS)}: apt-get install chromium-headless-shell"
     options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom".split()
     command = [browser, *options, f"--user-data-dir={page.parent / 'profile'}", *arguments, page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -114,11 +113,13 @@ def test_the_page_stands_alone(page: Path) -> None:
         assert words in text
 
 
+@pytest.mark.full  # needs a Chromium, which no package of ours brings
 def test_chromium_opens_it_without_a_word_on_the_console(page: Path) -> None:
     document, console = opened(page)
     assert console == "" and 'class="map time"' in document
 
 
+@pytest.mark.full
 def test_pointing_at_a_line_marks_what_it_became(page: Path) -> None:
     driven = page.with_name("driven.html")
     driven.write_text(page.read_text().replace("</body>", POINT))
