@@ -47,6 +47,9 @@ def net():
 
 def dropout():
     return nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 2)), (torch.randn(8, 4),)
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)), (torch.randn(3, 4),)
 """
 
 WRONG = """
@@ -138,6 +141,18 @@ def test_random_numbers_are_the_same_on_both_sides(tpu: Callable[..., Result]) -
 def test_every_tensor_is_listed_on_request(tpu: Callable[..., Result]) -> None:
     short, long = (tpu("compare", "models.py:net", "--calls", "3", *more).stdout for more in ((), ("--all",)))
     assert "(--all lists them)" in short and "--all" not in long and "call 3: buffer norm.running_mean" in long
+
+
+def test_the_other_lowering_says_the_same_until_a_rule_is_wrong(
+    tpu: Callable[..., Result], spoil: Callable[..., None]
+) -> None:
+    command = ("compare", "models.py:plain", "--grad", "--against", "torch-mlir", "--json")
+    (comparison,) = json.loads(tpu(*command).stdout)["comparisons"]
+    names = {tensor["name"] for tensor in comparison["tensors"]}
+    assert comparison["reference"] == "lowered by torch-mlir" and "gradient of 0.weight" in names
+    spoil(aten.tanh.default, scaled)
+    (comparison,) = json.loads(tpu(*command, status=1).stdout)["comparisons"]
+    assert not {t["name"]: t for t in comparison["tensors"]}["result"]["agrees"]
 
 
 # ---- what does not
