@@ -187,20 +187,20 @@ class _Worker:
 
     def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
         assert self._process.stdin and self._process.stdout
+        written = os.fstat(self._log.fileno()).st_size
         try:
             send(self._process.stdin, header, payload)
             return receive(self._process.stdout)
         except (BrokenPipeError, EOFError):
-            self._crashed(doing)
+            self._crashed(doing, written)
         except BaseException:
             self._stop()  # an interrupted conversation cannot be taken up again
             raise
 
-    def _crashed(self, doing: str) -> NoReturn:
+    def _crashed(self, doing: str, written: int) -> NoReturn:
         code = self._process.wait()
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _TAIL))
-        tail = self._log.read().decode(errors="replace").strip()
+        self._log.seek(written)
+        tail = _telling(self._log.read().decode(errors="replace").strip())
         self._stop()
         what = f"libtpu ended its process ({_describe(code)}) while {doing}"
         raise WorkerCrashed(f"ABORTED: {what}. It wrote:\n{tail}", "ABORTED")
@@ -208,6 +208,12 @@ class _Worker:
     @property
     def alive(self) -> bool:
         return self._stop.alive and self._process.poll() is None
+
+
+def _telling(log: str) -> str:
+    """The end of a log; but what libtpu says of a signal stands above a stack that can be longer than that."""
+    signal = log.rfind("*** SIG")
+    return log[-_TAIL:] if signal < 0 else log[signal : signal + _TAIL]
 
 
 def _describe(code: int) -> str:

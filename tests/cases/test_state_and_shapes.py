@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tpu_compile
+
 EXPORT = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # torch's own, in torch.export
 
 
@@ -77,7 +79,8 @@ def test_the_rate_that_a_schedule_sets_is_used():  # pytorch/pytorch#107076
             self.schedule.step()
             return self.weight.detach().clone()
 
-    follow(Step(), [(torch.randn(6),)] * 5)
+    with pytest.warns(tpu_compile.TpuCompileWarning, match="learning rate"):
+        follow(Step(), [(torch.randn(6),)] * 5)
 
 
 def test_python_numbers_that_a_module_counts():  # pytorch/pytorch#120248

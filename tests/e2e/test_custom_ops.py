@@ -7,6 +7,7 @@ import torch
 from jaxlib.mlir.dialects import stablehlo
 
 import tpu_compile
+from tpu_compile.lowering.registry import registry
 
 
 @torch.library.custom_op("tpu_compile_own::cubed", mutates_args=())
@@ -43,17 +44,24 @@ cubed.register_autograd(slope, setup_context=remember)
 unknown.register_autograd(lambda ctx, grad: grad)
 
 
-@tpu_compile.lowers(torch.ops.tpu_compile_own.cubed.default)
 def cubed_rule(ctx, x, scale=1.0):
     cube = stablehlo.multiply(x, stablehlo.multiply(x, x))
     return stablehlo.multiply(cube, tpu_compile.lowering.hlo.full_like(x, scale))
 
 
-@tpu_compile.lowers_jnp(torch.ops.tpu_compile_own.logmeanexp.default)
 def logmeanexp_rule(x):
     import jax.numpy as jnp
 
     return jnp.log(jnp.mean(jnp.exp(x), -1))
+
+
+@pytest.fixture(autouse=True)
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this module's tests only: graphs that may meet a rule of the user's are traced anew in each process."""
+    registry.load()
+    monkeypatch.setattr(registry, "_rules", dict(registry._rules))
+    tpu_compile.lowers(torch.ops.tpu_compile_own.cubed.default)(cubed_rule)
+    tpu_compile.lowers_jnp(torch.ops.tpu_compile_own.logmeanexp.default)(logmeanexp_rule)
 
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

@@ -48,7 +48,12 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
     import tpu_compile
     from tpu_compile.warm import autograd
 
-    functions = [lambda x, n=n: torch.sin(x) * (n + 2) for n in range(4)]
+    functions = [
+        lambda x: torch.sin(x) * 2,
+        lambda x: torch.cos(x) * 3,
+        lambda x: torch.exp(x) * 4,
+        lambda x: torch.tanh(x) * 5,
+    ]
 
     def work(function: Any) -> torch.Tensor:
         return torch.compile(function, backend="tpu")(torch.ones(3)) - tpu_compile.aot(function, (torch.ones(3),))(

@@ -259,6 +259,8 @@ def test_a_table_in_a_pipe_is_aligned_text(capsys: pytest.CaptureFixture[str]) -
         ("20261001", ">=20261001", True),
         ("1.2", "", True),
         ("0.0.1", "==0.0.1", True),
+        ("0.7.0", ">=0.5,!=0.7.0", False),
+        ("0.6.0", ">=0.5,!=0.7.0", True),
     ],
 )
 def test_doctor_knows_which_releases_fit(installed: str, wanted: str, fits: bool) -> None:

@@ -93,7 +93,7 @@ def satisfies(installed: str, wanted: str) -> bool:
     have = _numbers(installed)
     for clause in filter(None, wanted.split(",")):
         operator, limit = clause.strip()[:2].rstrip("0123456789"), _numbers(clause)
-        if not {"<": have < limit, ">=": have >= limit, "==": have == limit}[operator]:
+        if not {"<": have < limit, ">=": have >= limit, "==": have == limit, "!=": have != limit}[operator]:
             return False
     return True
 
