@@ -38,6 +38,8 @@ def _isolated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache = _SESSION / str(next(_numbers))
     monkeypatch.setenv("TPU_COMPILE_CACHE_DIR", str(cache))
     reset_stats()
+    if backend := sys.modules.get("tpu_compile.backend"):
+        backend._warn_once.cache_clear()  # what is said once a process is said once a test
     yield
     if dynamo := sys.modules.get("torch._dynamo"):  # the cache's tests never import torch
         dynamo.reset()
