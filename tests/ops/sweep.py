@@ -64,7 +64,9 @@ def gradients(result: Any, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | N
     return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
-def check(name: str, dtype: torch.dtype, *, grad: bool, samples: int, fullgraph: bool = True) -> int:
+def check(
+    name: str, dtype: torch.dtype, *, grad: bool, samples: int, fullgraph: bool = True, backend: str = "tpu"
+) -> int:
     """Compare eager and compiled on the first ``samples`` samples; returns how many eager could run. Raises at the
     first difference."""
     op = OPS[name]
@@ -78,7 +80,9 @@ def check(name: str, dtype: torch.dtype, *, grad: bool, samples: int, fullgraph:
             if want is None:
                 continue
             torch._dynamo.reset()
-            compiled = torch.compile(lambda *a, **k: op.op(*a, **k), backend="tpu", fullgraph=fullgraph, dynamic=False)
+            compiled = torch.compile(
+                lambda *a, **k: op.op(*a, **k), backend=backend, fullgraph=fullgraph, dynamic=False
+            )
             compare(name, dtype, want, _run(compiled, arguments, keywords, grad))
             compared += 1
     return compared
