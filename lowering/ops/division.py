@@ -16,7 +16,8 @@ from tpu_compile.lowering.registry import elementwise, lowers, operand
 aten = torch.ops.aten
 
 
-@elementwise(aten.div.Tensor, aten.div.Scalar, wide=("other",))
+# A size divided under dynamic=True arrives as true_divide: torch puts it in after its decompositions have run.
+@elementwise(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, wide=("other",))
 def div(ctx: LoweringContext, x: Value, other: Value) -> Value:
     return stablehlo.divide(x, other)
 

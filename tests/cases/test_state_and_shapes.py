@@ -145,6 +145,17 @@ def test_sizes_are_numbers_of_the_program():  # pytorch/pytorch#145587
     follow(Sizes(), [(torch.randn(n, 3), torch.randn(n, 3)) for n in (4, 8, 5)], dynamic=True)
 
 
+def test_sizes_divided_inside_an_operator():
+    """Resampling divides the input's size by the output's; torch writes that as ``aten.true_divide`` of tensors."""
+
+    class Scales(nn.Module):
+        def forward(self, x):
+            return F.interpolate(x, scale_factor=2), F.interpolate(x, scale_factor=1.5, mode="bilinear")
+
+    calls = [(torch.randn(b, 2, n, m),) for b, n, m in ((1, 6, 8), (2, 7, 5), (3, 4, 4))]
+    follow(Scales(), calls, dynamic=True, fullgraph=True)
+
+
 def test_views_that_differ_in_where_they_start():  # pytorch/pytorch#104563
     def fn(x):
         x.mul_(2)
