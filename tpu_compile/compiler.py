@@ -223,11 +223,12 @@ class CompiledGraph:
         recorder = _recorder.get()
         if recorder is not None and self._graph is not None:
             recorder.lowerings.append(Lowering(name, self.graph_module, compiled, bindings))
-        if self.outline.resident is not None:
+        placed, kept = self.outline.resident, self.outline.kept
+        if placed is not None:
             from tpu_compile.device.resident import ResidentPlan
 
-            return ResidentPlan(program, compiled.executable, compiled.client, self.outline.resident)
-        return CallPlan(program, compiled.executable, compiled.client, self.outline.kept)
+            return ResidentPlan(program, compiled.executable, compiled.client, placed, kept)
+        return CallPlan(program, compiled.executable, compiled.client, kept)
 
     def _for_target(self, bindings: dict[Any, int]) -> Program:
         """The graph's program on a TPU that holds its arguments."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
 
 import tpu_compile
+from tpu_compile.device.storage import cell_of
 
 
 def compiled(fn, **options):
@@ -140,3 +142,65 @@ def test_no_allocation_is_left_behind():
     for _ in range(5):
         fn(x)
     assert torch.tpu.memory_allocated() == before
+
+
+def test_parameters_are_read_as_they_are_now():
+    """The plan keeps the buffers of what stayed the same: whatever changes a parameter has to end that."""
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 3, bias=False) for _ in range(3)]).to("tpu").requires_grad_(False)
+    first, second, third = model
+
+    def weights():
+        return sum(layer.weight for layer in model)
+
+    fn, x = compiled(lambda x: weights() + x), torch.zeros(3, 3, device="tpu")
+
+    def agree():
+        for _ in range(3):
+            close(fn(x), weights())
+
+    agree()
+    first.weight.add_(1)
+    agree()
+    first.weight[1:].mul_(2)
+    agree()
+    second.weight.data = torch.full((3, 3), 5.0, device="tpu")
+    agree()
+    second.weight = torch.nn.Parameter(torch.full((3, 3), 7.0, device="tpu"), requires_grad=False)
+    agree()
+    third.weight.set_(torch.full((3, 3), 9.0, device="tpu"))
+    agree()
+    third.weight.t_()
+    third.weight.copy_(torch.arange(9.0).view(3, 3))
+    agree()
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    agree()
+    x.fill_(3)
+    close(fn(x), weights() + 3)
+
+
+def test_a_plan_keeps_no_memory_alive():
+    model, x = torch.nn.Linear(256, 256).to("tpu").requires_grad_(False), torch.ones(2, 256, device="tpu")
+    fn = compiled(lambda model, x: model(x))
+    for _ in range(3):
+        fn(model, x)
+    before, old = torch.tpu.memory_allocated(), weakref.ref(cell_of(model.weight).buffer)
+    model.weight.copy_(torch.ones(256, 256, device="tpu"))
+    assert old() is None
+    old = weakref.ref(cell_of(model.weight).buffer)
+    fn(model, x)
+    model.weight = torch.nn.Parameter(torch.ones(1, 256, device="tpu"), requires_grad=False)
+    assert old() is None and torch.tpu.memory_allocated() < before
+
+
+def test_training_and_evaluation_take_turns():
+    torch.manual_seed(0)
+    host = torch.nn.Linear(4, 1)
+    model, x = copy.deepcopy(host).to("tpu"), torch.randn(8, 4)
+    fn, optimizers = compiled(model), [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, host)]
+    for _ in range(4):
+        for run, optimizer, given in zip((fn, host), optimizers, (x.to("tpu"), x), strict=True):
+            optimizer.zero_grad()
+            run(given).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            close(fn(x.to("tpu")), host(x))

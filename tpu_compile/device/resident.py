@@ -78,7 +78,10 @@ class ResidentArgument:
 class ResidentPlan:
     """Everything a call of one Program does, where some arguments or results are `tpu` tensors."""
 
-    def __init__(self, program: Program, executable: Any, client: Any, placed: Residency) -> None:
+    def __init__(
+        self, program: Program, executable: Any, client: Any, placed: Residency, guarded: frozenset[int] = frozenset()
+    ) -> None:
+        """``guarded``: positions of arguments whose sizes, strides and dtype the caller answers for."""
         self.program, self.executable = program, executable
         inputs = list(enumerate(zip(program.inputs, program.arguments, strict=True)))
         self._resident = {p: ResidentArgument(spec, p) for _, (spec, p) in inputs if p in placed.arguments}
@@ -87,7 +90,7 @@ class ResidentPlan:
             for index, (spec, p) in inputs
             if p not in placed.arguments
         )
-        self._glance = Glance([argument.layout for argument in self._resident.values()])
+        self._glance = self._at_a_glance(guarded)
         self._constants = tuple(_constant(t, client) for t in program.constants)
         self._donated = frozenset(program.donated)
         self._results: tuple[tuple[Any, int | None, int | None, object], ...] = tuple(
@@ -109,24 +112,30 @@ class ResidentPlan:
             return None
         return ResidentArgument(spec, position), _maker(spec)
 
-    def _taken_over(self) -> tuple[tuple[int, int], ...] | None:
-        """(place among the resident arguments, result) of each that is overwritten, if all of them are inputs that lie
-        as the program writes them."""
-        places = {position: place for place, position in enumerate(self._resident)}
+    def _at_a_glance(self, guarded: frozenset[int]) -> Glance:
+        donated = {self.program.arguments[i] for i in self.program.donated if i < len(self.program.arguments)}
+        return Glance(
+            {position: argument.layout for position, argument in self._resident.items()},
+            written=[position for position, _ in self.program.mutated if position in self._resident],
+            donated=[position for position in self._resident if position in donated],
+            guarded=guarded,
+        )
+
+    def _taken_over(self) -> tuple[int, ...] | None:
+        """The results that overwrite an argument, if all of these are inputs that lie as the program writes them."""
         specs = dict(zip(self.program.arguments, self.program.inputs, strict=True))
         for position, result in self.program.mutated:
             spec = self.program.outputs[result]
-            if position not in places or spec.order is None or spec != specs[position]:
+            if position not in self._resident or spec.order is None or spec != specs[position]:
                 return None
-        return tuple((places[position], result) for position, result in self.program.mutated)
+        return tuple(result for _, result in self.program.mutated)
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
         """Run the program on one call's arguments; returns the graph's outputs."""
         if device.runner is not None:
             device.runner.flush()
-        tensors = [arguments[position] for position in self._resident]
-        seen = self._glance.cells(tensors)
-        cells, buffers = seen or (None, self._looked_at(tensors))
+        seen = self._glance.buffers(arguments)
+        cells, buffers = seen or (None, self._looked_at(arguments))
         for index, position, take in self._hosts:
             buffers.insert(index, take(arguments[position]))
         if self._donated:
@@ -148,19 +157,18 @@ class ResidentPlan:
             for check in self.program.checks:
                 check.function(self._client.fetch(outputs[check.result]))
         if direct is not None and cells is not None:
-            for place, result in direct:
-                cells[place].buffer = outputs[result]
+            for cell, result in zip(cells, direct, strict=True):
+                cell.buffer = outputs[result]
         else:
             for (position, result, writer), inside in zip(self._mutated, resident, strict=True):
                 self._overwrite(arguments[position], outputs[result], writer, inside)
         return self._exported(arguments, outputs)
 
-    def _looked_at(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def _looked_at(self, arguments: Sequence[Any]) -> list[Any]:
         """The buffers of `tpu` arguments, each looked at by itself; together the next time, if all fit."""
-        pairs = list(zip(self._resident.values(), tensors, strict=True))
-        if tensors and all(argument.resides(t) for argument, t in pairs):
-            self._glance.learn(tensors)
-        return [argument.buffer(t) for argument, t in pairs]
+        if self._resident and all(argument.resides(arguments[p]) for p, argument in self._resident.items()):
+            self._glance.learn(arguments)
+        return [argument.buffer(arguments[p]) for p, argument in self._resident.items()]
 
     def _separate(self, buffers: list[Any]) -> None:
         """One buffer may not be passed twice if it is donated once: give the others a copy."""

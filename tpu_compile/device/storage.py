@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -113,7 +113,10 @@ class Cell:
     ``buffer`` is None while nothing has been written, or what ``contents`` turns into a buffer at the first use.
     """
 
-    __slots__ = ("__weakref__", "buffer", "layout", "nbytes")
+    __slots__ = ("__weakref__", "buffer", "layout", "nbytes", "watchers")
+
+    watchers: WeakSet[Kept]
+    """Who keeps the buffer (WatchedCell)."""
 
     def __init__(self, layout: Layout, buffer: Any = None) -> None:
         self.layout, self.buffer = layout, buffer
@@ -138,6 +141,46 @@ class Cell:
 
 
 _living: dict[int, ref[Cell]] = {}
+
+
+class Kept:
+    """Buffers that a plan keeps between calls. None as soon as a cell that they come from is written or dies."""
+
+    __slots__ = ("__weakref__", "buffers")
+
+    def __init__(self) -> None:
+        self.buffers: list[Any] = []
+
+
+class WatchedCell(Cell):
+    """A cell whose buffer is kept elsewhere too: a class of its own, so that writing any other costs nothing more."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        watchers = self.watchers
+        object.__setattr__(self, "__class__", Cell)
+        setattr(self, name, value)
+        for kept in watchers:
+            kept.buffers.clear()
+
+    def __del__(self) -> None:
+        for kept in self.watchers:
+            kept.buffers.clear()
+        super().__del__()
+
+
+def watch(cell: Cell, kept: Kept) -> None:
+    """Have ``kept`` emptied at the next change of the cell."""
+    if type(cell) is not WatchedCell:
+        cell.watchers = WeakSet()
+        cell.__class__ = WatchedCell
+    cell.watchers.add(kept)
+
+
+def watched(cell: Cell, kept: Kept) -> bool:
+    """Whether the cell is what it was when ``kept`` began to watch it."""
+    return type(cell) is WatchedCell and kept in cell.watchers
 
 
 def living_cells() -> list[Cell]:
