@@ -8,6 +8,7 @@
     tpu_compile.load("m.tpuc")(x)                            runs it where the model's code is not
     tpu_compile.aot(model, (x,))                             compiled and stored now; a new process does not trace
     tpu_compile.train_step(model, loss_fn, optimizer)        a whole training step as one program
+    tpu_compile.repeat_layers(model, x)                      equal layers become a loop, forward and backward
     tpu_compile.lowers(my_op)                                a rule for an operator of your own, in StableHLO
     tpu_compile.lowers_jnp(my_op)                            the same, as a jax.numpy function
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from tpu_compile.exporting.writing import export
     from tpu_compile.lowering.jnp import lowers_jnp
     from tpu_compile.lowering.registry import lowers
+    from tpu_compile.repeating import repeat_layers
     from tpu_compile.stages import trace
     from tpu_compile.training.functional import functional_step
     from tpu_compile.training.step import train_step
@@ -64,6 +66,7 @@ _LAZY = {
     "trace": "tpu_compile.stages",
     "lowers": "tpu_compile.lowering.registry",
     "lowers_jnp": "tpu_compile.lowering.jnp",
+    "repeat_layers": "tpu_compile.repeating",
     "functional_step": "tpu_compile.training.functional",
     "train_step": "tpu_compile.training.step",
 }
@@ -98,6 +101,7 @@ __all__ = [
     "lowers",
     "lowers_jnp",
     "override",
+    "repeat_layers",
     "reset_stats",
     "stats",
     "trace",

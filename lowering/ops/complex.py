@@ -45,7 +45,7 @@ def _from_parts(ctx: LoweringContext, real: Value, imag: Value) -> Value:
     return stablehlo.complex(*(operand(v, kind, ctx.out.shape) for v in (real, imag)))
 
 
-@lowers(aten.view_as_complex.default)
+@lowers(aten.view_as_complex.default, aten.view_as_complex_copy.default)
 def view_as_complex(ctx: LoweringContext, x: Value) -> Value:
     return join_parts(x)
 

@@ -138,7 +138,7 @@ def stack(ctx: LoweringContext, tensors: Sequence[Value], dim: int = 0) -> Value
     return hlo.concatenate([hlo.unsqueeze(hlo.convert(t, out.dtype), at) for t in tensors], at)
 
 
-@lowers(aten.split.Tensor, aten.unsafe_split.Tensor)
+@lowers(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
 def split(ctx: LoweringContext, x: Value, split_size: int, dim: int = 0) -> list[Value]:
     at = axis(dim, hlo.rank(x))
     return _pieces(x, at, [o.shape[at] for o in ctx.outs])
@@ -163,6 +163,7 @@ def unbind(ctx: LoweringContext, x: Value, dim: int = 0) -> list[Value]:
 @lowers(
     aten.alias.default,
     aten.detach.default,
+    aten.detach_copy.default,
     aten.lift_fresh_copy.default,
     aten.lift_fresh.default,
     aten.alias_copy.default,
