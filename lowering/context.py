@@ -74,6 +74,14 @@ class Walk(Protocol):
     def subgraph(self, graph_module: torch.fx.GraphModule, arguments: Sequence[Any]) -> list[Any]:
         """Lower a graph inline on ``arguments``; returns its flat outputs."""
 
+    def loop(
+        self, carries: Sequence[ir.Value], condition: Callable[..., ir.Value], body: Callable[..., Any]
+    ) -> list[ir.Value]:
+        """``hlo.while_``, for a condition and a body that are graphs: ``debug_checks`` looks into them."""
+
+    def case(self, index: ir.Value, branches: Sequence[Callable[[], Any]], types: Sequence[ir.Type]) -> list[ir.Value]:
+        """``hlo.case``, likewise."""
+
     def number(self, value: Any) -> Any:
         """A size of the graph as a number; anything that is not symbolic as it is."""
 

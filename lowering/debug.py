@@ -2,18 +2,23 @@
 indices, or whether it made the first NaN or infinity. The host reads them after each call.
 
 An op is told from its own operands: it made a NaN if it has one and none of its operands had; an infinity, if no
-operand had either and none of its numbers is infinite (a mask filled with -inf is meant). Ops inside a loop's body or
-a branch are not looked at, the loop or branch as a whole is.
+operand had either and none of its numbers is infinite (a mask filled with -inf is meant).
+
+A finding is a row of three integers: the number of the site, or -1 for nothing found, and what the site has to tell.
+Out of a loop's body or a branch comes one row, the first that found something: a loop carries it from turn to turn.
 """
 
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from tpu_compile.errors import IndexOutOfRange, NonFiniteResult
@@ -81,14 +86,24 @@ class Bounds:
     size: int
     wraps: bool
 
-    def judge(self, least: int, greatest: int) -> None:
-        lowest = -self.size if self.wraps else 0
-        if least <= greatest and (least < lowest or greatest >= self.size):
-            wrong = greatest if greatest >= self.size else least
-            raise IndexOutOfRange(
-                f"{self.op}: index {wrong} is out of bounds for axis {self.axis} with size {self.size} (indices from "
-                f"{least} to {greatest}, allowed {lowest} to {self.size - 1})\n      at {self.where}"
-            )
+    @property
+    def lowest(self) -> int:
+        """The least index allowed."""
+        return -self.size if self.wraps else 0
+
+    def broken(self, least: Value, greatest: Value) -> Value:
+        """Whether the program found something, from its two i64[]."""
+        below = hlo.compare(least, hlo.full_like(least, self.lowest), "LT")
+        above = hlo.compare(greatest, hlo.full_like(greatest, self.size), "GE")
+        return stablehlo.and_(hlo.compare(least, greatest, "LE"), stablehlo.or_(below, above))
+
+    def error(self, least: int, greatest: int) -> IndexOutOfRange:
+        """What to raise then."""
+        wrong = greatest if greatest >= self.size else least
+        return IndexOutOfRange(
+            f"{self.op}: index {wrong} is out of bounds for axis {self.axis} with size {self.size} (indices from "
+            f"{least} to {greatest}, allowed {self.lowest} to {self.size - 1})\n      at {self.where}"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,23 +114,47 @@ class Finite:
     where: str
     result: str
 
-    def judge(self, nan: int, infinite: int) -> None:
-        if nan or infinite:
-            raise NonFiniteResult(
-                f"{self.op}: its result ({self.result}) has {'NaN' if nan else 'infinity'}, and none of its operands "
-                f"had\n      at {self.where}"
-            )
+    def broken(self, nan: Value, infinite: Value) -> Value:
+        """Whether the program found something, from its two i64[]."""
+        return hlo.convert(stablehlo.or_(nan, infinite), torch.bool)
+
+    def error(self, nan: int, infinite: int) -> NonFiniteResult:
+        """What to raise then."""
+        return NonFiniteResult(
+            f"{self.op}: its result ({self.result}) has {'NaN' if nan else 'infinity'}, and none of its operands "
+            f"had\n      at {self.where}"
+        )
 
 
 @dataclass(frozen=True)
 class DebugReport:
-    """The host's part: ``sites[i]`` judges row i of the table that the program computes."""
+    """The host's part: raises for the first row of the program's table that found something."""
 
     sites: tuple[Bounds | Finite, ...]
 
     def __call__(self, table: torch.Tensor) -> None:
-        for site, (first, second) in zip(self.sites, table.tolist(), strict=True):
-            site.judge(first, second)
+        for site, first, second in table.tolist():
+            if site >= 0:
+                raise self.sites[site].error(first, second)
+
+
+@dataclass
+class _Scope:
+    """The ops of one block, in order: rows i64[1, 3] of what they found, and what is known of values seen in it."""
+
+    block: Any
+    rows: list[Value] = field(default_factory=list)
+    known: ChainMap[Value, tuple[Value, Value]] = field(default_factory=ChainMap)
+
+    def first(self, before: Value) -> Value:
+        """``before`` if it found something, otherwise the first row that did; i64[1, 3]."""
+        table = hlo.concatenate([before, *self.rows], 0)
+        found = hlo.slice_axis(table, 1, 0, 1)
+        places = hlo.iota(hlo.shape(found), 0)
+        missed = hlo.compare(found, hlo.full_like(found, 0), "LT")
+        last = hlo.full_like(places, len(self.rows))
+        place = hlo.reduce(hlo.select(missed, last, places), (0, 1), "minimum")
+        return hlo.dynamic_slice(table, [place, hlo.full_like(place, 0)], [1, 3])
 
 
 class DebugChecks:
@@ -123,11 +162,12 @@ class DebugChecks:
 
     def __init__(self) -> None:
         self._sites: list[Bounds | Finite] = []
-        self._rows: list[Value] = []
-        self._known: dict[Value, tuple[Value, Value]] = {}
+        self._scopes: list[_Scope] = []
 
     def after(self, op: Any, line: SourceLine | None, args: Any, kwargs: Any, result: Any) -> None:
         """Add what there is to check of an op that was just lowered."""
+        if ir.InsertionPoint.current.block != self._here().block:
+            return  # in a region that its rule made by itself
         where = str(line or "an op with no source line")
         for use in INDEXING[op](*args, *kwargs.values()) if op in INDEXING else ():
             self._add(Bounds(str(op), where, use.axis, use.size, use.wraps), *_range(use.index))
@@ -142,10 +182,59 @@ class DebugChecks:
                 self._made(str(op), where, value, operands, numbers)
 
     def table(self) -> tuple[Value, DebugReport] | None:
-        """The rows as one i64[n, 2], and who reads it."""
-        if not self._rows:
-            return None
-        return hlo.concatenate(self._rows, 0), DebugReport(tuple(self._sites))
+        """The rows as one i64[n, 3], and who reads it."""
+        rows = self._scopes[0].rows if self._scopes else []
+        return (hlo.concatenate(rows, 0), DebugReport(tuple(self._sites))) if rows else None
+
+    # ---- regions
+
+    def loop(self, carries: Sequence[Value], condition: Callable[..., Value], body: Callable[..., Any]) -> list[Value]:
+        """``hlo.while_``, and what its ops found. The condition's own are looked at in the body, before it, and after
+        the last turn: out of a condition comes nothing but whether to go on."""
+
+        def checked(*state: Value) -> list[Value]:
+            with self._scope() as scope:
+                condition(*state[:-1])
+                new = body(*state[:-1])
+                return [*new, scope.first(state[-1])]
+
+        def go_on(*state: Value) -> Value:
+            with self._scope():
+                return condition(*state[:-1])
+
+        here = self._here()
+        *results, found = hlo.while_([*carries, _nothing()], go_on, checked)
+        here.rows.append(found)
+        condition(*results)
+        return results
+
+    def case(self, index: Value, branches: Sequence[Callable[[], Any]], types: Sequence[ir.Type]) -> list[Value]:
+        """``hlo.case``, and what the ops of its branch found."""
+
+        def checked(branch: Callable[[], Any]) -> list[Value]:
+            with self._scope() as scope:
+                results = branch()
+                return [*results, scope.first(_nothing())]
+
+        here = self._here()
+        watched = [lambda b=branch: checked(b) for branch in branches]
+        *results, found = hlo.case(index, watched, [*types, hlo.tensor_type((1, 3), torch.int64)])
+        here.rows.append(found)
+        return results
+
+    def _here(self) -> _Scope:
+        if not self._scopes:
+            self._scopes.append(_Scope(ir.InsertionPoint.current.block))
+        return self._scopes[-1]
+
+    @contextmanager
+    def _scope(self) -> Iterator[_Scope]:
+        """Of the region where we stand: what is known outside holds inside, and not the other way round."""
+        self._scopes.append(_Scope(ir.InsertionPoint.current.block, known=self._here().known.new_child()))
+        try:
+            yield self._scopes[-1]
+        finally:
+            self._scopes.pop()
 
     def _made(
         self, op: str, where: str, value: Value, operands: Sequence[tuple[Value, Value]], numbers: Sequence[float]
@@ -160,13 +249,16 @@ class DebugChecks:
         self._add(Finite(op, where, str(value.type)), new_nan, new_infinity)
 
     def _add(self, site: Bounds | Finite, first: Value, second: Value) -> None:
-        cells = [hlo.reshape(hlo.convert(v, torch.int64), [1, 1]) for v in (first, second)]
+        first, second = hlo.convert(first, torch.int64), hlo.convert(second, torch.int64)
+        number = hlo.scalar(len(self._sites), torch.int64)
+        found = hlo.select(site.broken(first, second), number, hlo.full_like(number, -1))
         self._sites.append(site)
-        self._rows.append(hlo.concatenate(cells, 1))
+        self._scopes[-1].rows.append(hlo.concatenate([hlo.reshape(v, [1, 1]) for v in (found, first, second)], 1))
 
     def _non_finite(self, value: Value) -> tuple[Value, Value]:
         """(has NaN, has an infinity), each bool[]."""
-        known = self._known.get(value)
+        memory = self._scopes[-1].known
+        known = memory.get(value)
         if known is None:
             parts = [value]
             if hlo.dtype(value).is_complex:
@@ -176,11 +268,16 @@ class DebugChecks:
             infinite = [
                 stablehlo.not_(stablehlo.or_(stablehlo.is_finite(p), n)) for p, n in zip(parts, nans, strict=True)
             ]
-            known = self._known[value] = (
+            known = memory[value] = (
                 _any([hlo.reduce(n, every, "or") for n in nans]),
                 _any([hlo.reduce(i, every, "or") for i in infinite]),
             )
         return known
+
+
+def _nothing() -> Value:
+    """A row that found nothing."""
+    return hlo.full(-1, torch.int64, (1, 3))
 
 
 def _range(index: Value) -> tuple[Value, Value]:

@@ -105,6 +105,12 @@ class GraphWalk:
         if ir.InsertionPoint.current.block == self.block:
             self.checks.append((value, check))
 
+    def loop(self, carries: Sequence[Any], condition: Callable[..., Any], body: Callable[..., Any]) -> list[Any]:
+        return (self.debug.loop if self.debug else hlo.while_)(carries, condition, body)
+
+    def case(self, index: Any, branches: Sequence[Callable[[], Any]], types: Sequence[ir.Type]) -> list[Any]:
+        return (self.debug.case if self.debug else hlo.case)(index, branches, types)
+
     def subgraph(self, graph_module: GraphModule, arguments: Sequence[Any]) -> list[Any]:
         outer_module, outer_env = self.graph_module, self.env
         self.graph_module, self.env = graph_module, {}
@@ -201,7 +207,7 @@ class GraphWalk:
                 args, kwargs = self.resolve(node.args), {k: self.resolve(v) for k, v in node.kwargs.items()}
                 result = rule.function(ctx, *args, **kwargs)
                 self.check(node, promised, result)
-                if self.debug and ir.InsertionPoint.current.block == self.block:
+                if self.debug:
                     self.debug.after(node.target, ctx.where, args, kwargs, result)
             self.tiers[rule.tier] += 1
             self.ops[str(node.target)] += 1

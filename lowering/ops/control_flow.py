@@ -80,7 +80,7 @@ def cond(ctx: LoweringContext, pred: Any, true_graph: GraphModule, false_graph: 
         return assemble(ctx, flat_results(ctx, true_graph if pred else false_graph, operands, specs))
     types = [hlo.tensor_type(spec.shape, spec.dtype) for spec in specs]
     branches = [lambda g=graph: flat_results(ctx, g, operands, specs) for graph in (false_graph, true_graph)]
-    return assemble(ctx, hlo.case(hlo.convert(predicate(pred), torch.int32), branches, types))
+    return assemble(ctx, ctx.walk.case(hlo.convert(predicate(pred), torch.int32), branches, types))
 
 
 # ---- loops
@@ -104,7 +104,7 @@ def while_loop(
             new = flat_results(ctx, body_fn, [*state[: len(carries)], *additional_inputs], specs)
         return [*new, *(stablehlo.add(c, hlo.scalar(1, torch.int64)) for c in state[len(carries) :])]
 
-    return assemble(ctx, hlo.while_([*carries, *count], condition, body)[: len(carries)])
+    return assemble(ctx, ctx.walk.loop([*carries, *count], condition, body)[: len(carries)])
 
 
 def element(x: Value, index: Value) -> Value:
@@ -141,7 +141,7 @@ def sweep(
     def condition(i: Value, *_: Value) -> Value:
         return hlo.compare(i, hlo.scalar(length, torch.int32), "LT")
 
-    return hlo.while_([start, *carries, *buffers], condition, body)[1:]
+    return ctx.walk.loop([start, *carries, *buffers], condition, body)[1:]
 
 
 @lowers(hop.scan)

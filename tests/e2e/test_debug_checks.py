@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tpu_compile
 
@@ -131,3 +135,117 @@ def test_off_it_changes_no_program():
         checked = lowered()
     assert "is_finite" not in plain.as_text() and "is_finite" in checked.as_text()
     assert lowered().as_text() == plain.as_text()
+
+
+# ---- in the bodies of loops and branches
+
+
+def in_cond(x, i):
+    return torch.cond(x.sum() > 0, lambda x, i: x[i].log(), lambda x, i: x[i] * 2, (x, i))  # branch
+
+
+def in_while_loop(x, i):
+    def body(n, y):
+        return n + 1, torch.log(y) + x[i + n]  # body
+
+    return torch.while_loop(lambda n, y: n < 2, body, (torch.zeros((), dtype=torch.int64), x[0:2].clone()))[1]
+
+
+def in_condition(x, i):
+    def go_on(n, y):
+        return (n < 2) & (x[i + n].log().sum() > -9)  # condition
+
+    return torch.while_loop(go_on, lambda n, y: (n + 1, y * 2), (torch.zeros((), dtype=torch.int64), x.clone()))[1]
+
+
+def in_scan(x, i):
+    def step(carry, row):
+        return carry + 1, row.log() + x[i + carry].sum()  # step
+
+    return scan(step, torch.zeros((), dtype=torch.int64), x)[1]
+
+
+def in_map(x, i):
+    return torch_map(lambda row, x, i: row.log() + x[i].sum(), x.clone(), x, i)  # map
+
+
+def in_associative_scan(x, i):
+    def combine(a, b):
+        return torch.log(a * b)  # combine
+
+    return associative_scan(combine, x, 0, combine_mode="generic") + x[i].sum()
+
+
+def in_nested(x, i):
+    def body(n, y):
+        return n + 1, torch.cond(n < 1, lambda y: torch.log(y), lambda y: y + x[i + n].sum(), (y,))  # nested
+
+    return torch.while_loop(lambda n, y: n < 2, body, (torch.zeros((), dtype=torch.int64), x.clone()))[1]
+
+
+@torch.compiler.nested_compile_region
+def region(x, i):
+    return x[i].log()  # region
+
+
+def in_region(x, i):
+    return region(x, i) + region(x + 1, i)
+
+
+def in_checkpoint(x, i):
+    return checkpoint(lambda x, i: x[i].log(), x, i, use_reentrant=False)  # checkpoint
+
+
+BODIES = {
+    "branch": (in_cond, [1, 3]),
+    "body": (in_while_loop, [1, 2]),
+    "condition": (in_condition, [1, 2]),
+    "step": (in_scan, [0, 1]),
+    "map": (in_map, [1, 3]),
+    "nested": (in_nested, [1, 2]),
+    "region": (in_region, [1, 3]),
+    "checkpoint": (in_checkpoint, [1, 3]),
+}
+ROWS = torch.arange(1.0, 13).reshape(3, 4) * 10
+
+
+@pytest.mark.parametrize("line", BODIES)
+def test_an_index_out_of_range_in_a_body(line):
+    fn, bad = BODIES[line]
+    good = torch.zeros(2, dtype=torch.int64)
+    checked = compiled(fn)
+    torch.testing.assert_close(checked(ROWS, good), fn(ROWS, good))
+    with pytest.raises(tpu_compile.IndexOutOfRange, match=rf"index 3 [\s\S]*# {line}"):
+        checked(ROWS, torch.tensor(bad))
+
+
+@pytest.mark.parametrize("line", [*BODIES, "combine"])
+def test_a_nan_made_in_a_body(line):
+    fn = BODIES[line][0] if line in BODIES else in_associative_scan
+    good, x = torch.zeros(2, dtype=torch.int64), ROWS.clone()
+    x[0, 0] = -1.0
+    with pytest.raises(tpu_compile.NonFiniteResult, match=rf"aten\.log\.default.* has NaN[\s\S]*# {line}"):
+        compiled(fn)(x, good)
+
+
+def test_the_first_finding_of_a_loop_is_told():
+    """The second turn's index is out of range; the first turn's logarithm was the first fault."""
+    x = ROWS.clone()
+    x[0, 0] = -1.0
+    with pytest.raises(tpu_compile.NonFiniteResult):
+        compiled(in_while_loop)(x, torch.tensor([1, 2]))
+
+
+def test_only_the_branch_taken_is_looked_at():
+    wrong = torch.tensor([1, 3])
+    both = lambda x, i: torch.cond(x.sum() > 0, lambda x, i: x * 2, lambda x, i: x + x[i].sum(), (x, i))  # noqa: E731
+    torch.testing.assert_close(compiled(both)(ROWS, wrong), ROWS * 2)
+    with pytest.raises(tpu_compile.IndexOutOfRange):
+        compiled(both)(-ROWS, wrong)
+
+
+def test_a_loop_of_no_turns_finds_nothing():
+    fn = lambda x, i: torch.while_loop(lambda n, y: n < 0, lambda n, y: (n + 1, y + x[i].sum()), (i.sum(), x.clone()))[
+        1
+    ]  # noqa: E731
+    torch.testing.assert_close(compiled(fn)(ROWS, torch.tensor([7, 9])), ROWS)
