@@ -48,7 +48,7 @@ def normalise(
         spread, average = (hlo.reshape(v, [hlo.shape(x)[1]]) for v in moments(x, dims, 0))
     else:
         average, spread = (hlo.convert(v, kind) for v in running)
-    scale = rstd_of(spread, eps)
+    scale = rstd_of(ctx, spread, eps)
     if running is None:
         y = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
         y = weighted(y, weight, bias, [1])
@@ -194,7 +194,7 @@ def native_batch_norm_backward(
         average, scale = hlo.convert(save_mean, kind), hlo.convert(save_invstd, kind)
     else:
         assert running_mean is not None and running_var is not None
-        average, scale = hlo.convert(running_mean, kind), rstd_of(hlo.convert(running_var, kind), eps)
+        average, scale = hlo.convert(running_mean, kind), rstd_of(ctx, hlo.convert(running_var, kind), eps)
     normed = stablehlo.multiply(stablehlo.subtract(x, _channel(average, x)), _channel(scale, x))
     grad_sum = hlo.reduce(grad, dims, "add")
     grad_dot = hlo.reduce(stablehlo.multiply(grad, normed), dims, "add")

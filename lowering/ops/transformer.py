@@ -139,13 +139,13 @@ def transformer_encoder_layer_fwd(
     x = src
     for block, (weight, bias) in zip((attend, feed_forward), norms, strict=True):
         if norm_first:
-            x = stablehlo.add(x, block(layer_norm(x, weight, bias, eps)))
+            x = stablehlo.add(x, block(layer_norm(ctx, x, weight, bias, eps)))
         else:
-            x = layer_norm(stablehlo.add(x, block(x)), weight, bias, eps)
+            x = layer_norm(ctx, stablehlo.add(x, block(x)), weight, bias, eps)
     return x
 
 
-def layer_norm(x: Value, weight: Value, bias: Value, eps: float) -> Value:
+def layer_norm(ctx: LoweringContext, x: Value, weight: Value, bias: Value, eps: float) -> Value:
     """Layer normalisation over the last axis, in ``x``'s dtype."""
     wide = hlo.convert(x, dtypes.opmath(hlo.dtype(x)))
-    return hlo.convert(normalised(wide, [hlo.rank(x) - 1], weight, bias, eps)[0], hlo.dtype(x))
+    return hlo.convert(normalised(ctx, wide, [hlo.rank(x) - 1], weight, bias, eps)[0], hlo.dtype(x))

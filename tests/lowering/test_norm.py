@@ -58,3 +58,11 @@ def test_weight_norm(agrees: Any, dim: int) -> None:
     sizes = [1, 1, 1]
     sizes[dim] = 4
     agrees(lambda v, g: torch._weight_norm(v, g, dim), leaf(4, 5, 4), leaf(*sizes), grad=True)
+
+
+def test_the_reciprocal_deviation_is_rounded_once() -> None:
+    """Every element of a row inherits its error, and where a norm follows a norm the gradient is made of it."""
+    a = torch.linspace(0.5, 2, 1001)
+    x = torch.stack([a, -a], 1)  # its variance is a * a, rounded once
+    compiled = torch.compile(lambda x: torch.native_layer_norm(x, (2,), None, None, 1e-5)[2], backend="tpu")
+    assert torch.equal(compiled(x)[:, 0], ((a * a).double() + 1e-5).rsqrt().float())
