@@ -161,6 +161,12 @@ def test_debug_finds_bad_indices_at_their_line(name):
     assert any("test_device_modes.py" in note for note in caught.value.__notes__)
 
 
+def test_what_fails_in_debug_names_its_line():
+    with torch.tpu.mode("debug"), pytest.raises(OutOfMemory) as caught:
+        torch.ones(1, device="tpu").expand(1 << 21, 1 << 21) + 0
+    assert any("aten.add.Tensor" in note and "test_device_modes.py" in note for note in caught.value.__notes__)
+
+
 def test_debug_finds_new_nans_on_request():
     x = -torch.ones(3, device="tpu")
     with torch.tpu.mode("debug"):
@@ -181,6 +187,21 @@ def test_the_environment_chooses_the_mode(run_python):
         {"TPU_COMPILE_EAGER_MODE": "defer"},
     )
     assert done.stdout.strip() == "defer 0 [2.0, 2.0, 2.0]"
+
+
+def test_a_process_ends_well_while_a_sequence_runs(run_python):
+    done = run_python(
+        """
+        import torch
+        w = torch.randn(600, 600, device="tpu", requires_grad=True)
+        torch.tpu.set_mode("defer")
+        x = w
+        for _ in range(20):
+            x = x @ w
+        x.sum().backward()  # another thread: the forward pass begins to run
+        """
+    )
+    assert done.returncode == 0 and not done.stderr
 
 
 @pytest.mark.parametrize("way", ["strict", "defer", "compiled"])

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Callable
+
+MOST_WAITING = 16
+"""Jobs that may wait: a loop that reads nothing runs ahead of the device by no more, and holds no more memory."""
 
 
 class Background:
     """Runs jobs one after another."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after those submitted before. After one has failed, none runs until ``drain`` has said so."""
+        """Run ``job`` after those submitted before. After one has failed, none runs until ``drain`` has said so.
+
+        Waits while ``MOST_WAITING`` others have not begun.
+        """
+        if self._closed:
+            job()
+            return
         if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:
+                atexit.register(self.close)
+            self._jobs = queue.Queue(MOST_WAITING)  # a forked child's would hold what its parent's thread was to run
             self._thread = threading.Thread(target=self._work, name="tpu_compile-deferred", daemon=True)
             self._thread.start()
         self._jobs.put(job)
@@ -28,7 +42,7 @@ class Background:
         Raises:
             DeviceError: what a job raised since the last time.
         """
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return
         done = threading.Event()
         self._jobs.put(done.set)
@@ -37,9 +51,16 @@ class Background:
         if error is not None:
             raise error
 
+    def close(self) -> None:
+        """Run what waits and end the thread, at exit: one that Python's end meets inside XLA aborts the process. Jobs
+        that come later run at once."""
+        self._closed = True
+        if self._thread is not None and self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             try:
                 if self._error is None or getattr(job, "__self__", None).__class__ is threading.Event:
                     job()
