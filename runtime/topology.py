@@ -5,7 +5,7 @@
     program.as_text(), program.cost_analysis(), program.memory_analysis()
 
 libtpu can hang or abort the process that loads it, and wants its environment set before: the worker is where that
-happens. One worker serves all topologies of this process and is started again after a crash.
+happens. One worker serves all topologies of this process and is started again after a crash; ``workers(2)`` allows two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import IO, Any, NoReturn, TypeVar
 
@@ -205,6 +206,9 @@ class _Worker:
         what = f"libtpu ended its process ({_describe(code)}) while {doing}"
         raise WorkerCrashed(f"ABORTED: {what}. It wrote:\n{tail}", "ABORTED")
 
+    def end(self) -> None:
+        self._stop()
+
     @property
     def alive(self) -> bool:
         return self._stop.alive and self._process.poll() is None
@@ -233,24 +237,58 @@ def _end(process: subprocess.Popen[bytes], log: IO[bytes], owner: int) -> None:
 
 
 class _Workers:
-    """This process's worker, started when first needed; a forked child and a crash each get a new one."""
+    """This process's workers, started when first needed; a forked child and a crash each get a new one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._worker: _Worker | None = None
-        os.register_at_fork(after_in_child=self._forked)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
-    def _forked(self) -> None:
-        self._lock, self._worker = threading.Lock(), None
+    def _reset(self) -> None:
+        self.limit, self._busy = 1, 0
+        self._idle: list[_Worker] = []
+        self._changed = threading.Condition()
 
     def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
-        with self._lock:
-            if self._worker is None or not self._worker.alive:
-                self._worker = _Worker()
-            return self._worker.request(header, payload, doing)
+        with self._lent() as worker:
+            return worker.request(header, payload, doing)
+
+    @contextmanager
+    def _lent(self) -> Iterator[_Worker]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy < self.limit)
+            self._busy += 1
+            worker = self._idle.pop() if self._idle else None
+        try:
+            if worker is None or not worker.alive:
+                worker = _Worker()
+            yield worker
+        finally:
+            with self._changed:
+                self._busy -= 1
+                if worker and worker.alive:
+                    self._idle.append(worker)
+                self._changed.notify()
+
+    def dismiss(self) -> None:
+        """End the idle workers but the one that every process keeps."""
+        with self._changed:
+            spare, self._idle = self._idle[1:], self._idle[:1]
+        for worker in spare:
+            worker.end()
 
 
 _workers = _Workers()
+
+
+@contextmanager
+def workers(count: int) -> Iterator[None]:
+    """Let ``count`` threads compile at once in the block, each in a process of its own."""
+    before, _workers.limit = _workers.limit, count
+    try:
+        yield
+    finally:
+        _workers.limit = before
+        _workers.dismiss()
 
 
 # The conversation: two lengths, a JSON header, a payload

@@ -104,6 +104,13 @@ def test_a_chip_is_judged_and_the_answer_kept(tpu: Callable[..., Result]) -> Non
         assert words in shown, shown
 
 
+def test_chips_are_compiled_for_side_by_side(tpu: Callable[..., Result]) -> None:
+    rows = estimates(tpu, "models.py:rows", "--target", "v5e,v6e,tpu7x,v5p", "--no-largest")
+    assert [row["target"] for row in rows] == ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1", "v5p:2x2x1"], "in the order asked"
+    assert all(row["asked"]["fits"] and row["asked"]["seconds"] > 0 for row in rows)
+    assert stats()["xla_compiles"] == 4 and stats()["lowerings"] == 1
+
+
 def test_a_training_step_is_forward_backward_and_optimizer(tpu: Callable[..., Result]) -> None:
     (plain,) = estimates(tpu, "models.py:classifier", "--target", "v5e", "--no-largest")
     (step,) = estimates(tpu, "models.py:classifier", "--target", "v5e", "--no-largest", "--train")
@@ -163,19 +170,44 @@ class MadeUp(Workload):
 
 def search(monkeypatch: pytest.MonkeyPatch, needed: Callable[[int], int], *, exact: bool = False) -> tuple[int, int]:
     """(the largest batch found, compiles)."""
+    found, compiles = searched(monkeypatch, {"v5e:1x1": needed}, exact=exact)
+    return found["v5e:1x1"], compiles["v5e:1x1"]
 
-    def measured(load: Load, _: str) -> Point:
-        size = needed(load.batch)
+
+def searched(
+    monkeypatch: pytest.MonkeyPatch, needed: dict[str, Callable[[int], int]], *, exact: bool = False
+) -> tuple[dict[str, int], dict[str, int]]:
+    """For each chip the largest batch found, and compiles."""
+
+    def measured(load: Load, target: str) -> Point:
+        size = needed[target](load.batch)
         return Point(load.batch, load.batch, size, 1000, size <= 1000, seconds=1.0)
 
     monkeypatch.setattr("tpu_compile.targets.estimate.measured", measured)
-    estimator = Estimator(MadeUp(lambda batch: Made(None, (), {}, batch or 1)), exact=exact)
-    (found,) = estimator.estimate(["v5e"])
-    return (found.largest.batch if found.largest else 0), len(estimator._points)
+    estimator = Estimator(MadeUp(lambda batch: Made(None, (), {}, batch or 1)), exact=exact, at_once=1)
+    rows = estimator.estimate(list(needed))
+    compiles = {name: sum(target == name for target, _ in estimator._points) for name in needed}
+    return {row.target: row.largest.batch if row.largest else 0 for row in rows}, compiles
 
 
 def test_a_line_is_found_in_three_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search(monkeypatch, lambda batch: 100 + 7 * batch) == (128, 3)
+
+
+def test_the_line_of_one_chip_is_tried_first_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    chips = {"v5e:1x1": 100, "v6e:1x1": 50, "tpu7x:2x2x1": 400}
+    lines = {name: lambda batch, fixed=fixed: fixed + 7 * batch for name, fixed in chips.items()}
+    found, compiles = searched(monkeypatch, lines)
+    assert found == {name: (1000 - fixed) // 7 for name, fixed in chips.items()}
+    assert compiles == {"v5e:1x1": 3, "v6e:1x1": 2, "tpu7x:2x2x1": 2}
+
+
+def test_a_line_of_another_chip_that_does_not_hold_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    steep = {"v5e:1x1": lambda batch: 100 + 7 * batch, "v6e:1x1": lambda batch: 100 + 9 * batch}
+    flat = {"v5e:1x1": lambda batch: 100 + 7 * batch, "v6e:1x1": lambda batch: 100 + 5 * batch}
+    for lines, best in ((steep, 100), (flat, 180)):
+        found, compiles = searched(monkeypatch, lines)
+        assert found["v6e:1x1"] in (best, best - 1) and compiles["v6e:1x1"] <= 4
 
 
 def test_a_line_that_starts_late_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +30,15 @@ def _needs_libtpu() -> None:
 def worker() -> Iterator[int]:
     """The process id of the worker that answers now."""
     topology("v5e:2x2")
-    assert topology_module._workers._worker is not None
-    yield topology_module._workers._worker._process.pid
+    (one,) = topology_module._workers._idle
+    yield one._process.pid
+
+
+def ended(worker: int) -> None:
+    """Kill the worker, and see it dead."""
+    os.kill(worker, signal.SIGKILL)
+    (one,) = topology_module._workers._idle
+    assert one._process.wait(timeout=60) == -signal.SIGKILL
 
 
 def matmul(n: int = 256, dtype: str = "bf16") -> bytes:
@@ -163,8 +169,7 @@ def compile_slowly(target: Topology) -> None:
 def test_one_worker_answers_all_requests(worker: int) -> None:
     for name in ("v5e:2x2", "v6e:2x2"):
         topology(name).compile(matmul(), "test", DEFAULT)
-    assert topology_module._workers._worker is not None
-    assert topology_module._workers._worker._process.pid == worker
+    assert [each._process.pid for each in topology_module._workers._idle] == [worker]
 
 
 def test_a_crash_is_an_error_and_the_next_compile_works(worker: int, tmp_path: Path) -> None:
@@ -179,14 +184,12 @@ def test_a_crash_is_an_error_and_the_next_compile_works(worker: int, tmp_path: P
 
 
 def test_a_worker_that_died_between_requests_is_replaced(worker: int) -> None:
-    os.kill(worker, signal.SIGKILL)
-    time.sleep(0.2)
+    ended(worker)
     assert topology("v5e:2x2").compile(matmul(), "test", DEFAULT).as_text()
 
 
 def test_a_worker_that_cannot_start_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch, worker: int) -> None:
-    os.kill(worker, signal.SIGKILL)
-    time.sleep(0.2)
+    ended(worker)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     monkeypatch.setattr(topology_module, "WORKER", "tpu_compile.no_such_module")
     with pytest.raises(DeviceError, match="no_such_module") as caught:
@@ -209,6 +212,25 @@ def test_threads_share_the_worker() -> None:
     assert sizes == {n: n * n * 2 for n in (128, 256, 384)}
 
 
+def test_two_workers_compile_at_once_where_that_is_asked_for(worker: int) -> None:
+    used, together = set(), threading.Barrier(2, timeout=60)
+
+    def work() -> None:
+        with topology_module._workers._lent() as lent:
+            together.wait()  # neither gives its worker back before both have one
+            used.add(lent._process.pid)
+
+    with topology_module.workers(2):
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert worker in used and len(used) == 2
+    (left,) = topology_module._workers._idle
+    assert all(Path(f"/proc/{pid}").exists() == (pid == left._process.pid) for pid in used)
+
+
 COMPILE = f"""
     from tpu_compile.runtime import CompileOptions
     from tpu_compile.runtime.topology import topology
@@ -224,7 +246,7 @@ def test_a_process_loads_neither_torch_nor_libtpu_and_leaves_nothing_behind(run_
     import sys
     from tpu_compile.runtime import topology as module
     assert not {"torch", "libtpu", "jax"} & set(sys.modules)
-    print(module._workers._worker._process.pid)
+    print(module._workers._idle[0]._process.pid)
     """,
         {"PYTHONWARNINGS": "error"},
     )

@@ -57,6 +57,7 @@ class _Terminal:
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         self._display = Progress(*columns, console=Console(stderr=True), transient=True)
         self._doing, self._compiled, self._cached = doing, 0, 0
+        self._running: list[str] = []
         self._task = self._display.add_task(doing, total=None)
 
     def __enter__(self) -> None:
@@ -71,11 +72,12 @@ class _Terminal:
 
     def event(self, name: str, details: dict[str, Any]) -> None:
         if name == "stage/begin":
-            self._show(_sentence(details))
+            self._running.append(_sentence(details))
         elif name == "stage/end":
+            self._running = [each for each in self._running if each != _sentence(details)]
             self._compiled += details["stage"] == "xla"
             self._cached += details["stage"] == "load"
-            self._show(self._doing)
+        self._show(", ".join(self._running) or self._doing)
 
     def _show(self, sentence: str) -> None:
         so_far = (

@@ -2,17 +2,20 @@
 
 Everything comes from compiling: a program that libtpu compiles fits, and its schedule gives the time; one that it
 refuses does not, and it says by how much. The largest batch is found on a line through two compiles (bytes needed
-against batch), and confirmed by a third; ``exact`` bisects.
+against batch), and confirmed by a third; a further chip tries the same line first. ``exact`` bisects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tpu_compile.errors import OutOfMemory
 from tpu_compile.executables import options_in_force
+from tpu_compile.runtime.topology import workers
 from tpu_compile.targets.analysis import analyse, misfit
 from tpu_compile.targets.chips import Chip, chip, slice_name
 from tpu_compile.targets.compiling import compile_for
@@ -92,13 +95,16 @@ class Estimator:
         largest: look for the largest batch.
         exact: by bisection, to the last example.
         tell: hears what is being compiled.
+        at_once: chips that are compiled for at the same time, each in a process of its own.
     """
 
     workload: Workload
     largest: bool = True
     exact: bool = False
     tell: Callable[[str], None] = lambda _: None
+    at_once: int = 2
     _points: dict[tuple[str, int], Point] = field(default_factory=dict)
+    _slope: float = 0.0
 
     def estimate(self, targets: Sequence[str], batch: int | None = None) -> list[Estimate]:
         """One estimate a target, in order.
@@ -117,7 +123,9 @@ class Estimator:
         return list(self._all(names, asked))
 
     def _all(self, names: Sequence[str], asked: int) -> Iterator[Estimate]:
-        found = [self._one(name, asked) for name in names]
+        with workers(self.at_once), ThreadPoolExecutor(self.at_once) as pool:
+            running = [pool.submit(copy_context().run, self._one, name, asked) for name in names]
+            found = [each.result() for each in running]
         roomy = next((e for e in found if e.timed is not None), None)
         for each in found:
             if each.timed is None and roomy is not None and roomy.timed is not None:
@@ -154,10 +162,13 @@ class Estimator:
 
     def _largest(self, name: str, first: Point) -> tuple[Point, str]:
         """(the largest batch seen to fit, how sure that is)."""
-        seen = [first, self.point(name, first.batch * 2)]
+        known = int(self._slope > 0)  # a line that was found for another chip spares a compile
+        seen = [first, self.point(name, _end(first, self._slope) if known else first.batch * 2)]
+        given = seen[: 2 - known]
+        self._slope = self._slope or (max(_slope(*seen), 0.0) if seen[1].fits else 0.0)
         if self.exact:
             return self._bisected(name, *_around(seen))
-        for tries in range(_TRIES):
+        for tries in range(known, known + _TRIES):
             best, over = _around(seen)
             guess = _next(seen, tries)
             if guess <= best.batch or (tries and over is None and guess < 1.02 * best.batch):
@@ -166,7 +177,7 @@ class Estimator:
             if seen[-1].fits and over is not None:
                 break
         best, over = _around(seen)
-        sure = "confirmed by a compile" if best not in seen[:2] else "compiled"
+        sure = "compiled" if best in given else "confirmed by a compile"
         beyond = f"batch {over.batch} does not fit" if over else "the line through two others ends there"
         return best, f"{sure}; {beyond}"
 
@@ -197,11 +208,18 @@ def _next(seen: Sequence[Point], tries: int) -> int:
 
 def _line(first: Point, second: Point) -> int:
     """Where the line of bytes against batch reaches what a chip has."""
-    slope = (second.needed - first.needed) / (second.batch - first.batch)
-    if slope <= 0:
-        return max(first.batch, second.batch)
-    available = min(first.available, second.available)
-    return int(first.batch + (available - first.needed) / slope)
+    slope = _slope(first, second)
+    return _end(first, slope) if slope > 0 else max(first.batch, second.batch)
+
+
+def _slope(first: Point, second: Point) -> float:
+    """Bytes an example."""
+    return (second.needed - first.needed) / (second.batch - first.batch)
+
+
+def _end(point: Point, slope: float) -> int:
+    """Where a line of ``slope`` bytes an example through a point reaches what the chip has."""
+    return max(point.batch + 1, int(point.batch + (point.available - point.needed) / slope))
 
 
 def measured(load: Load, target: str) -> Point:

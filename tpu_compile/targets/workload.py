@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,7 @@ class Workload:
     optimizer: str = "AdamW"
     _loads: dict[int, Load] = field(default_factory=dict)
     _own: int | None = None
+    _tracing: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def own_batch(self) -> int:
@@ -78,13 +80,14 @@ class Workload:
         return self._own
 
     def load(self, batch: int | None) -> Load:
-        """The program at a batch size, traced once."""
-        if batch is None or batch not in self._loads:
-            made = self.make(batch)
-            traced = trace(made, train=self.train, optimizer=self.optimizer)
-            self._loads[made.batch] = loaded(made, traced)
-            batch = made.batch
-        return self._loads[batch]
+        """The program at a batch size, traced once; by one thread at a time."""
+        with self._tracing:
+            if batch is None or batch not in self._loads:
+                made = self.make(batch)
+                traced = trace(made, train=self.train, optimizer=self.optimizer)
+                self._loads[made.batch] = loaded(made, traced)
+                batch = made.batch
+            return self._loads[batch]
 
 
 def trace(made: Made, *, train: bool, optimizer: str) -> stages.Traced:
