@@ -1,5 +1,9 @@
-"""200 steps of ``train_step`` against eager, on real digits and on the text of this repository's README, for every
-optimizer: a program must stay as near to a float64 run as eager does."""
+"""200 steps of ``train_step`` (20 in the fast suite) against eager, on real digits and on the text of this repository's
+README, for every optimizer: a program must stay as near to a float64 run as eager does.
+
+What float32 noise is, a single run does not say: one rounding decides which side of a maximum or a ReLU wins, and the
+curve leaves the exact one from there on. So eager runs with the rows of each batch in several orders, none of which is
+more right than another."""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from sklearn.datasets import load_digits
 
 import tpu_compile
 
+FAST = 20
+ORDERS = 5
 STEPS = 200
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.05),
@@ -26,8 +32,17 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2, lr_decay=1e-3),
     "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, centered=True),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
-    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=1e-3),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2], lr=1e-2),
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads of eager's small ops, waiting for one another on a busy machine, take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Net(torch.nn.Module):
@@ -77,9 +92,11 @@ def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20) * 0.998**step)
 
 
-def eager(model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+def eager(
+    model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any, steps: int
+) -> list[float]:
     losses, rates = [], schedule(optimizer)
-    for step in range(STEPS):
+    for step in range(steps):
         inputs, *targets = batches[step % len(batches)]
         optimizer.zero_grad()
         loss = loss_fn(model(inputs), *targets)
@@ -90,32 +107,52 @@ def eager(model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer
     return losses
 
 
-def compiled(model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> list[float]:
+def compiled(
+    model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any, steps: int
+) -> list[float]:
     step, rates, losses = tpu_compile.train_step(model, loss_fn, optimizer), schedule(optimizer), []
-    for number in range(STEPS):
+    for number in range(steps):
         losses.append(step(*batches[number % len(batches)]).item())
         rates.step()
         if not number:
             tpu_compile.reset_stats()
     stats = tpu_compile.stats()
-    assert stats["xla_compiles"] == stats["lowerings"] == 0 and stats["executions"] == STEPS - 1
+    assert stats["xla_compiles"] == stats["lowerings"] == 0 and stats["executions"] == steps - 1
     return losses
 
 
-def check(make_model: Any, loss_fn: Any, name: str, batches: Any, device: str) -> None:
+def reordered(batches: Any, number: int) -> Any:
+    """The rows of each batch in another order; as they are for number 0."""
+    rows = len(batches[0][0])
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(number)) if number else torch.arange(rows)
+    return [tuple(t[order] for t in batch) for batch in batches]
+
+
+def check(make_model: Any, loss_fn: Any, name: str, batches: Any, device: str, steps: int = STEPS) -> None:
     torch.manual_seed(0)
     host = make_model()
     ours, truth = copy.deepcopy(host).to(device), copy.deepcopy(host).double()
     moved = [tuple(t.to(device) for t in batch) for batch in batches]
     precise = [tuple(t.double() if t.is_floating_point() else t for t in batch) for batch in batches]
     make = OPTIMIZERS[name]
-    got = torch.tensor(compiled(ours, loss_fn, make(ours.parameters()), moved))
-    exact = torch.tensor(eager(truth, loss_fn, make(truth.parameters()), precise), dtype=torch.float64)
-    want = torch.tensor(eager(host, loss_fn, make(host.parameters()), batches))
-    near, far = ((losses - exact).abs().cummax(0).values for losses in (want, got))
+    got = torch.tensor(compiled(ours, loss_fn, make(ours.parameters()), moved, steps))
+    exact = torch.tensor(eager(truth, loss_fn, make(truth.parameters()), precise, steps), dtype=torch.float64)
+    nears = []
+    for number in range(ORDERS):
+        model = copy.deepcopy(host)
+        want = torch.tensor(eager(model, loss_fn, make(model.parameters()), reordered(batches, number), steps))
+        nears.append((want - exact).abs().cummax(0).values)
+    near, far = torch.stack(nears).amax(0), (got - exact).abs().cummax(0).values
     print(f"{name}: eager {near[-1]:.1e}, compiled {far[-1]:.1e}, loss {got[0]:.3f} to {got[-1]:.3f}")
     assert torch.all(far <= 4 * near + 1e-5), (far - near).max()
-    assert got[-20:].mean() < 0.9 * got[:5].mean()
+    tail = steps // 10
+    assert got[-tail:].mean() < (1 - 0.1 * steps / STEPS) * got[:5].mean()
+
+
+def test_a_few_steps():
+    """Images on the device, text on the CPU."""
+    check(Net, F.cross_entropy, "momentum", digits(), "tpu", FAST)
+    check(llama, next_bytes, "AdamW", [(ids, ids) for (ids,) in text()], "cpu", FAST)
 
 
 @pytest.mark.full
