@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import operator
 import os
+import re
 import sys
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,21 +60,41 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 
 def stablehlo_text(request: dict[str, Any]) -> str:
-    """Import the graph, taken apart by torch's core decompositions, and lower it."""
+    """Import the graph, taken apart by torch's core decompositions, and by others for what torch-mlir does not know;
+    and lower it."""
+    from torch_mlir.fx import OutputType, _module_lowering
+
+    table: dict[Any, Any] = dict(core_aten_decompositions())
+    module = imported(request, table)
+    while further := unknown(str(module)) - table.keys():
+        table.update((op, decomposition_table[op]) for op in further)
+        module = imported(request, table)
+    return str(_module_lowering(False, False, OutputType.get("stablehlo"), module))
+
+
+def imported(request: dict[str, Any], table: dict[Any, Any]) -> Any:
+    """The graph of a request as a module of torch-mlir's own dialect."""
     from torch_mlir import ir
     from torch_mlir.dialects import torch as torch_dialect
     from torch_mlir.extras.fx_importer import FxImporter
-    from torch_mlir.fx import OutputType, _module_lowering
 
-    module = build(request)
+    graph = build(request)
     with FakeTensorMode():
         inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in request["inputs"].values()]
-        traced = make_fx(lambda *xs: flat(module(*xs)), decomposition_table=dict(core_aten_decompositions()))(*inputs)
+        traced = make_fx(lambda *xs: flat(graph(*xs)), decomposition_table=table)(*inputs)
     context = ir.Context()
     torch_dialect.register_dialect(context)
     importer = FxImporter(context=context)
     importer.import_stateless_graph(traced.graph)
-    return str(_module_lowering(False, False, OutputType.get("stablehlo"), importer.module))
+    return importer.module
+
+
+def unknown(text: str) -> set[Any]:
+    """Operators that the dialect has no operation for, and that torch knows how to take apart."""
+    names = set(re.findall(r'torch\.operator "torch\.(\w+\.\w+)', text))
+    packets = [resolve(name) for name in names]
+    overloads = {getattr(packet, overload) for packet in packets for overload in packet.overloads()}
+    return overloads & decomposition_table.keys()
 
 
 def answer(line: str) -> dict[str, str]:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import tpu_compile
+from tpu_compile.comparing.runs import Subject
+from tpu_compile.comparing.verdict import compare
 from tpu_compile.lowering import torch_mlir
 from tpu_compile.lowering.context import Refusal, make_context
 from tpu_compile.lowering.ops.by_torch_mlir import VERIFIED
@@ -98,6 +100,14 @@ def test_a_model_and_its_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(got.square().sum(), list(model.parameters())), wanted)
     stats = tpu_compile.stats()
     assert stats["ops_torch_mlir"] == 2 and stats["ops_native"] == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ops_that_torch_mlir_does_not_know_are_taken_apart(training: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train(training)
+    comparison = compare(Subject(model, (torch.randn(2, 3, 8, 8),), {}), calls=2, grad=True, against="torch-mlir")
+    assert not comparison.departing, comparison.departing
+    assert {d.name for d in comparison.differences} >= {"call 2: buffer 1.running_var", "call 1: gradient of 1.weight"}
 
 
 def test_writes_numbers_constants_and_symbolic_sizes_stay_in_place() -> None:

@@ -78,7 +78,7 @@ def test_a_result_no_further_from_the_truth_than_eager_agrees() -> None:
     noise = {"want": [1e-9, 1.0e-9], "got": [1e-9, -2e-9]}
     truth = torch.zeros(2, dtype=torch.float64)
     assert not off(**noise).agrees
-    assert "eager's own error" in off(**noise, truth=Truth(truth, 1.0)).note
+    assert "the reference's own error" in off(**noise, truth=Truth(truth, 1.0)).note
     assert not off(**noise, truth=Truth(truth, 1e-9)).agrees, (
         "an error as large as all that the run computes is no rounding"
     )

@@ -158,7 +158,7 @@ def _excuse(want: torch.Tensor, got: torch.Tensor, truth: Truth, absolute: float
     ours, theirs = float(_error(exact, got).max()), float(_error(exact, want).max())
     if theirs > PLAUSIBLE * absolute * truth.largest or ours > FARTHER * theirs:
         return ""
-    return f"{ours / theirs:.1f}× eager's own error against float64"
+    return f"{ours / theirs:.1f}× the reference's own error against float64"
 
 
 def _problem(
