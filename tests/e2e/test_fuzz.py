@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from jaxlib.mlir.dialects import stablehlo
 
-from tools import fuzz
+from tools import fuzzing as fuzz
 from tpu_compile.lowering.registry import registry
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # eager's own, of programs nobody would write
@@ -48,6 +51,37 @@ def test_a_wrong_rule_is_found_and_shrunk_to_its_line(monkeypatch):
     assert len(small.lines) <= 2 and any("sin()" in line for line in small.lines), small.source()
     assert reason and fuzz.fault(small) is None
     assert small.source() in fuzz.reproducer(small, reason)
+
+
+def test_a_wrong_gradient_is_found():
+    backward = torch.ops.aten.tanh_backward.default
+    right = registry.get(backward)
+    inputs = (("x0", torch.linspace(0, 1, 6)), ("x1", torch.arange(3)))
+    program = fuzz.Fuzzed(inputs, ("v0 = x0.tanh()", "v1 = x1 * 2"), ("v0", "v1"), grad=True)
+    assert fuzz.fault(program) is None
+    registry.register(backward, lambda ctx, grad_output, output: grad_output, replace=True)
+    try:
+        assert "gradient of x0" in (fuzz.fault(program) or "")
+        assert fuzz.fault(replace(program, grad=False)) is None
+    finally:
+        registry.register(backward, right.function, right.tier, replace=True)
+
+
+def test_complex_numbers_are_compared_by_their_size_and_shown_by_the_reproducer(capsys):
+    z = torch.tensor([3 + 4j, complex("nan+infj")])
+    program = fuzz.Fuzzed((("x0", z),), ("v0 = x0.conj() * 2",), ("v0",), grad=True)
+    assert fuzz.fault(program) is None
+    other = fuzz.function("def program(x0):\n    return x0 * 2,\n")
+    assert "(6-8j)" in (fuzz.fault(program, lambda fn: other) or "")
+    exec(fuzz.reproducer(program, "shown"), {})
+    eager, compiled = (re.sub(r", grad_fn=\S+>", "", line) for line in capsys.readouterr().out.splitlines())
+    assert eager.removeprefix("eager   ") == compiled.removeprefix("compiled") and "6.-8.j" in eager
+
+
+def test_among_the_programs_are_gradients_and_complex_numbers():
+    programs = [fuzz.generate(seed) for seed in range(20)]
+    assert any(p.grad for p in programs) and not all(p.grad for p in programs)
+    assert any(t.is_complex() for p in programs for _, t in p.inputs)
 
 
 def test_what_eager_itself_does_not_know_is_no_fault():
