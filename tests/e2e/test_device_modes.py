@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,38 @@ def test_deferred_writes_alias():
         assert base.tolist() == [[0, 0, 5, 0], [2, 2, 10, 2], [0, 0, 5, 0]]
         assert twice.tolist() == [[0, 0, 10, 0], [4, 4, 20, 4], [0, 0, 10, 0]]
         assert tpu_compile.stats()["executions"] == before + 1
+
+
+def test_numbers_that_are_equal_by_chance_are_not_the_same():
+    with torch.tpu.mode("defer"):
+        x = torch.ones(3, device="tpu")
+        for first, second in ((2.0, 3.0), (5.0, 7.0), (4.0, 4.0)):
+            lowerings = tpu_compile.stats()["lowerings"]
+            assert ((x * first) * second).tolist() == [first * second] * 3
+        assert tpu_compile.stats()["lowerings"] == lowerings
+
+
+def test_a_read_waits_for_no_more_than_it_needs(monkeypatch):
+    """The loss is known while the backward pass runs."""
+    from tpu_compile.device import defer
+
+    gate, run, ran, passed = threading.Event(), defer._job, [], []
+
+    def job(*args: Any) -> None:
+        if ran:
+            passed.append(gate.wait(20))
+        ran.append(None)
+        run(*args)
+
+    monkeypatch.setattr(defer, "_job", job)
+    with torch.tpu.mode("defer"):
+        w = torch.full((4,), 2.0).to("tpu").requires_grad_()
+        loss = (w * w).sum()
+        loss.backward()  # in a thread of its own: the forward pass is submitted when that begins
+        total = w.grad + 1  # and the backward pass when this thread goes on
+        assert loss.item() == 16 and not passed
+        gate.set()
+        assert total.tolist() == [5] * 4 and passed == [True] * len(passed)
 
 
 def test_what_nobody_wants_is_not_returned():

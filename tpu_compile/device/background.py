@@ -15,26 +15,29 @@ class Background:
     """Runs jobs one after another."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._jobs: queue.Queue[tuple[Callable[[], object], threading.Lock] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closed = False
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after those submitted before. After one has failed, none runs until ``drain`` has said so.
+    def submit(self, job: Callable[[], object]) -> threading.Lock:
+        """Run ``job`` after those submitted before; after one has failed, none runs until ``drain`` has said so.
 
-        Waits while ``MOST_WAITING`` others have not begun.
+        Waits while ``MOST_WAITING`` others have not begun. Returns a lock that is held until the job is over.
         """
+        over = threading.Lock()
         if self._closed:
             job()
-            return
+            return over
         if self._thread is None or not self._thread.is_alive():
             if self._thread is None:
                 atexit.register(self.close)
             self._jobs = queue.Queue(MOST_WAITING)  # a forked child's would hold what its parent's thread was to run
             self._thread = threading.Thread(target=self._work, name="tpu_compile-deferred", daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        over.acquire()
+        self._jobs.put((job, over))
+        return over
 
     def drain(self) -> None:
         """Wait until every job has run.
@@ -44,10 +47,8 @@ class Background:
         """
         if self._thread is None or not self._thread.is_alive():
             return
-        done = threading.Event()
-        self._jobs.put(done.set)
-        done.wait()
-        error, self._error = self._error, None
+        with self.submit(_nothing):
+            error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -60,13 +61,19 @@ class Background:
             self._thread.join()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (waiting := self._jobs.get()) is not None:
+            job, over = waiting
             try:
-                if self._error is None or getattr(job, "__self__", None).__class__ is threading.Event:
+                if self._error is None:
                     job()
             except BaseException as error:
                 self._error = error
-            del job  # and with it the buffers that it ran on
+            del job, waiting  # and with them the buffers that it ran on
+            over.release()
+
+
+def _nothing() -> None:
+    """What is submitted to know that all before it is over."""
 
 
 background = Background()

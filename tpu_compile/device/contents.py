@@ -39,9 +39,11 @@ def _settled(deferred: Any) -> Any:
     """
     if deferred.step is not None and device.runner is not None:
         device.runner.flush()
+    if deferred.buffer is None and deferred.over is not None:
+        with deferred.over:
+            pass
     if deferred.buffer is None:
         background.drain()
-    if deferred.buffer is None:
         raise DeviceError("The deferred program that was to compute this tensor has failed.", "FAILED_PRECONDITION")
     return deferred.buffer
 

@@ -21,7 +21,7 @@ from tpu_compile.device import contents
 from tpu_compile.device.background import background
 from tpu_compile.device.calls import Call
 from tpu_compile.device.fusing import Fused, Wire, fuse
-from tpu_compile.device.programs import Plan, output_order
+from tpu_compile.device.programs import Plan, constant, output_order
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
@@ -35,13 +35,14 @@ _LEAST_PERIOD = 16
 
 class Deferred:
     """Contents that may not be computed yet: output ``place`` of a step. ``step`` is None once that has been submitted,
-    and ``buffer`` is there when it has run."""
+    ``over`` is then held until it has run, and ``buffer`` is there."""
 
-    __slots__ = ("__weakref__", "buffer", "cell", "place", "step")
+    __slots__ = ("__weakref__", "buffer", "cell", "over", "place", "step")
 
     def __init__(self, step: Step, place: int) -> None:
         self.step: Step | None = step
         self.place, self.buffer = place, None
+        self.over: threading.Lock | None = None
         self.cell: weakref.ref[Cell] | None = None
 
     def wanted(self) -> Cell | None:
@@ -52,8 +53,8 @@ class Deferred:
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One op: its plan, its inputs (Deferreds and buffers), what it makes, and what it overwrites (before, after).
-    ``number`` counts the steps of the sequence that it runs in."""
+    """One op: its plan, its inputs (Deferreds, buffers, host values), what it makes, and what it overwrites (before,
+    after). ``number`` counts the steps of the sequence that it runs in."""
 
     plan: Plan
     number: int
@@ -178,7 +179,9 @@ class Recorder:
                 deferred.step = None
         for step in self.steps:
             step.number -= count
-        background.submit(partial(_job, compiled, externals, seed, live))
+        over = background.submit(partial(_job, compiled, externals, seed, live))
+        for deferred in live:
+            deferred.over = over
 
     def _seed_of(self, draws: int) -> Any:
         """The seed for that many of the draws that were noted down, as a buffer; None for no draws."""
@@ -213,6 +216,8 @@ def _job(compiled: Compiled, externals: list[Any], seed: Any, live: list[Deferre
 
 
 def _computed(source: Any) -> Any:
+    if source.__class__ is tuple:
+        return constant(*source)
     return source.buffer if source.__class__ is Deferred else source
 
 
@@ -241,6 +246,7 @@ def _wiring(steps: Sequence[Step]) -> tuple[tuple[Wire, ...], list[Any], dict[in
             number = known.get(id(source))
             if number is None:
                 # What the background has finished may be known as a buffer too; then it is so here, and once only.
+                # Host values are never the same, or numbers that are equal by chance would make another program.
                 buffer = source.buffer if source.__class__ is Deferred else source
                 number = known.get(id(buffer), len(externals)) if buffer is not None else len(externals)
                 if number == len(externals):

@@ -29,7 +29,7 @@ class Plan:
     """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
 
     The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
-    ``recipe`` has a pair for each input: the place of a cell, or a function of the call.
+    ``recipe`` has a pair for each input: the place of a cell, or a function of the call that gives a host value.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Plan:
         compiled = runtime.executable(program, options_in_force())
         only_cells = all(take is None for _, take in self.recipe)
         self._cells = tuple(place for place, _ in self.recipe) if only_cells else None
-        self._takes = tuple(take or _cell_taker(place) for place, take in self.recipe)
+        self._takes = tuple(_cell_taker(place) if take is None else _putter(take) for place, take in self.recipe)
         self._constants = tuple(client.put(t) for t in program.constants)
         self._order = output_order(program)
         self._checks = program.checks
@@ -123,7 +123,9 @@ def output_order(program: Program) -> list[int] | None:
 # ---- inputs
 
 
-Take = Callable[[Call], Any]
+Host = tuple[Any, torch.dtype]
+"""A number, or a tuple of numbers, and the dtype that they have on the device."""
+Take = Callable[[Call], Host]
 
 
 def _recipe(source: Source | Numbers) -> tuple[int, Take | None]:
@@ -134,20 +136,24 @@ def _recipe(source: Source | Numbers) -> tuple[int, Take | None]:
     if source.kind == "cell":
         return place, None
     if source.kind == "start":
-        return 0, lambda call: constant(call.starts[place], torch.int32)
-    return 0, lambda call: constant(call.hosts[place].item(), call.hosts[place].dtype)
+        return 0, lambda call: (call.starts[place], torch.int32)
+    return 0, lambda call: (call.hosts[place].item(), call.hosts[place].dtype)
 
 
-def _cell_taker(place: int) -> Take:
+def _cell_taker(place: int) -> Callable[[Call], Any]:
     return lambda call: contents.contents(call.cells[place])
+
+
+def _putter(take: Take) -> Callable[[Call], Any]:
+    return lambda call: constant(*take(call))
 
 
 def _numbers(source: Numbers) -> Take:
     places, dtype = source.places, source.dtype
     if len(places) == 1:
         (place,) = places
-        return lambda call: constant(call.numbers[place], dtype)
-    return lambda call: constant(tuple([call.numbers[i] for i in places]), dtype)
+        return lambda call: (call.numbers[place], dtype)
+    return lambda call: (tuple([call.numbers[i] for i in places]), dtype)
 
 
 class _Constants:
