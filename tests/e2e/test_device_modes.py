@@ -94,6 +94,35 @@ def test_deferred_writes_alias():
         assert tpu_compile.stats()["executions"] == before + 1
 
 
+def _written(x: torch.Tensor) -> torch.Tensor:
+    y = x.t() * 2
+    y[1] += 10
+    y[:, 0].mul_(3)
+    return y @ x.t()
+
+
+LAYOUTS = {
+    "transposed": lambda x: (x.t() * 2) + torch.arange(3.0, device=x.device),
+    "permuted": lambda x: (x[None].permute(2, 0, 1) + 1)[1] * x[0],
+    "viewed": lambda x: (x.t() * 2).t().view(-1)[2:5] + 1,
+    "written": _written,
+    "channels last": lambda x: (x.expand(2, 3, 3, 3).to(memory_format=torch.channels_last) * 2)[:, 1].sum(0) + x,
+    "expanded": lambda x: x.cumsum(0)[:, :1].expand(3, 3) + x,
+    "returned as well": lambda x: [y := x.t() * 2, y[0] + 1, y.sum(1)],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_results_that_do_not_lie_row_by_row(name):
+    """Inside a sequence as well a tensor lies in memory as its strides say."""
+    x, run = torch.arange(9.0).view(3, 3), LAYOUTS[name]
+    with torch.tpu.mode("defer"):
+        got, want = run(x.to("tpu")), run(x)
+        pairs = [(got, want)] if isinstance(want, torch.Tensor) else zip(got, want, strict=True)
+        for g, w in pairs:
+            assert g.stride() == w.stride() and g.tolist() == w.tolist()
+
+
 def test_numbers_that_are_equal_by_chance_are_not_the_same():
     with torch.tpu.mode("defer"):
         x = torch.ones(3, device="tpu")

@@ -25,6 +25,7 @@ from tpu_compile.device.programs import Plan, constant, output_order
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
+from tpu_compile.device.tracing import isolated
 from tpu_compile.errors import OutOfMemory
 from tpu_compile.stats import counters
 
@@ -172,7 +173,8 @@ class Recorder:
         key = (tuple([s.plan.serial for s in steps]), wires, places, replaced)
         compiled = _known.get(key)
         if compiled is None:
-            compiled = _known[key] = _compile(fuse([s.plan for s in steps], wires, places, replaced))
+            plans = [s.plan for s in steps]
+            compiled = _known[key] = _compile(isolated(lambda: fuse(plans, wires, places, replaced)))
         seed = self._seed_of(sum([s.plan.traced.draws for s in steps]))
         for step in steps:
             for deferred in step.outputs:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from tpu_compile.device.programs import Plan
+from tpu_compile.lowering.program import dense_order
 from tpu_compile.lowering.random import rng_key
 
 aten = torch.ops.aten
@@ -46,11 +47,16 @@ def fuse(
     by_plan = list(_by_plan(plans, wires))
     externals: dict[int, Node] = _placeholders(graph, by_plan)
     made: dict[tuple[int, int], Node] = {}
+    stored: dict[tuple[int, int], Node] = {}
+    used = {wire for wire in wires if not isinstance(wire, int)}
     drawn = 0
     for step, (plan, inputs) in enumerate(by_plan):
-        given = [externals[w] if isinstance(w, int) else made[w] for w in inputs]
+        given = [externals[w] if isinstance(w, int) else stored[w] for w in inputs]
         outputs = _inline(graph, attributes, plan, dict(zip(plan.program.arguments, given, strict=True)), drawn)
-        made.update({(step, place): node for place, node in enumerate(outputs)})
+        for place, node in enumerate(outputs):
+            made[step, place] = node
+            if (step, place) in used:
+                stored[step, place] = _stored(graph, node) if place < plan.traced.new else node
         drawn += plan.traced.draws
     results = [made[where] for where in live]
     for external, place in replaced:
@@ -104,6 +110,17 @@ def _inline(graph: Graph, attributes: dict[str, Any], plan: Plan, inputs: dict[i
             if node.target is rng_key:
                 copy.args = (node.args[0] + drawn,)
     raise AssertionError("a graph without output")
+
+
+def _stored(graph: Graph, node: Node) -> Node:
+    """A new tensor as its cell holds it, axes in the order of memory: what the plans that use it expect."""
+    value = node.meta["val"]
+    order = dense_order(tuple(value.shape), tuple(value.stride()))
+    if order is None or order == tuple(range(value.dim())):
+        return node
+    permuted = graph.call_function(aten.permute.default, (node, list(order)))
+    permuted.meta["val"] = value.permute(order)
+    return permuted
 
 
 def _attribute(graph: Graph, attributes: dict[str, Any], plan: Plan, node: Node) -> Node:
