@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import dispatch, report, sections, train
+from benchmarks import dispatch, eager, report, sections, train
 from rich.console import Console
 
 import tpu_compile
 
 PARTS = (
-    *("import", "calls", "dispatch", *sections.NETWORKS, *sections.TRAINING),
+    *("import", "calls", "dispatch", "eager", *sections.NETWORKS, *sections.TRAINING),
     *("decode", "lowering", "first-call", "restart"),
 )
 
@@ -51,6 +51,8 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
         yield sections.calls(settings)
     if "dispatch" in parts:
         yield dispatch.rows(settings.rounds)
+    if "eager" in parts:
+        yield eager.rows(settings.rounds, settings.seconds)
     for name in sections.NETWORKS:
         if name in parts:
             yield sections.steady(name, settings)

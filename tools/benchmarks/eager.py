@@ -1,22 +1,22 @@
-"""The `tpu` device without torch.compile: what an op costs beside JAX's and torch's own, a training step in each mode.
-
-Run it as ``python tools/benchmarks/eager.py``; compare the numbers of one run only.
-"""
+"""The `tpu` device without torch.compile: what an op costs beside JAX's and torch's own, a training step by mode."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import transformers
 
+from benchmarks.report import Row
 from benchmarks.timing import in_turn
+
+STEPS = 10
+"""Steps between two waits for the device: what a mode has put off belongs to its time."""
+
+Step = Callable[[], torch.Tensor]
 
 
 def add() -> dict[str, Callable[[], object]]:
@@ -26,7 +26,7 @@ def add() -> dict[str, Callable[[], object]]:
     a, b = (torch.ones(4, 4, device="tpu") for _ in range(2))
     ja, jb = jnp.ones((4, 4)), jnp.ones((4, 4))
     ha, hb = torch.ones(4, 4), torch.ones(4, 4)
-    return {"tpu": lambda: torch.add(a, b), "jax": lambda: jnp.add(ja, jb), "torch, CPU": lambda: torch.add(ha, hb)}
+    return {"tpu": lambda: torch.add(a, b), "jax": lambda: jnp.add(ja, jb), "eager": lambda: torch.add(ha, hb)}
 
 
 class Net(torch.nn.Module):
@@ -39,37 +39,81 @@ class Net(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.max_pool2d(torch.relu(self.norm(self.first(x))), 2)
-        return self.head(torch.nn.functional.max_pool2d(torch.relu(self.second(x)), 2).flatten(1))
+        x = torch.nn.functional.max_pool2d(torch.relu(self.second(x)), 2)
+        return self.head(x.flatten(1))  # type: ignore[no-any-return]
 
 
-def step(mode: str) -> Callable[[], None]:
-    """A training step with AdamW, batch 128, whose loss is read every tenth time."""
+def digits() -> Step:
+    """A step on 128 images with AdamW; returns the loss."""
     model = Net().to("tpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     x, y = torch.randn(128, 1, 8, 8).to("tpu"), torch.randint(0, 10, (128,)).to("tpu")
-    number = itertools.count()
 
-    def run() -> None:
-        if torch.tpu.get_mode() != mode:
-            torch.tpu.set_mode(mode)
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
-        if not next(number) % 10:
-            loss.item()
+        return loss
 
-    for _ in range(30):
-        run()
+    return step
+
+
+def llama() -> Step:
+    """A step of a Llama with two layers on 4 x 32 tokens with AdamW; returns the loss."""
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to("tpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(0, 256, (4, 32)).to("tpu")
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+SCRIPTS: dict[str, tuple[Callable[[], Step], bool]] = {
+    "digits, each loss read": (digits, True),
+    "digits, each tenth read": (digits, False),
+    "small llama, each tenth read": (llama, False),
+}
+
+
+def in_mode(mode: str, make: Callable[[], Step], reads: bool) -> Callable[[], None]:
+    """``STEPS`` steps in a mode; the loss of each is read, or of the last one only."""
+    torch.tpu.set_mode(mode)
+    step = make()
+
+    def run() -> None:
+        torch.tpu.set_mode(mode)
+        for _ in range(STEPS - 1):
+            loss = step()
+            if reads:
+                loss.item()
+        step().item()
+        torch.tpu.synchronize()
+
+    run()
+    run()
     return run
 
 
-def main() -> None:
-    for name, each in in_turn(add(), rounds=20, seconds=0.1).items():
-        print(f"add of 4x4: {name:12} {1e6 * each:8.1f} µs")
-    for name, each in in_turn({mode: step(mode) for mode in ("strict", "defer")}, rounds=12, seconds=0.1).items():
-        print(f"training step: {name:9} {1e3 * each:8.2f} ms")
-
-
-if __name__ == "__main__":
-    main()
+def rows(rounds: int, seconds: float) -> list[Row]:
+    """Microseconds of an op, milliseconds of a training step."""
+    found = [
+        Row("eager op", "add of 4x4", system, 1e6 * value, "µs")
+        for system, value in in_turn(add(), rounds, seconds / 5).items()
+    ]
+    for what, (make, reads) in SCRIPTS.items():
+        runs = {mode: in_mode(mode, make, reads) for mode in ("strict", "defer")}
+        times = in_turn(runs, rounds, seconds)
+        found += [Row("eager step", what, mode, 1e3 * value / STEPS, "ms") for mode, value in times.items()]
+    torch.tpu.set_mode("strict")
+    return found

@@ -70,6 +70,10 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     ratio("decode", "llama", "tpu", "jax", 1.10)
     for what in ("1 argument", "100 arguments", "gpt"):
         ratio("dispatch", what, "tpu", "limit", 1.0)
+    ratio("eager op", "add of 4x4", "tpu", "jax", 4.0)
+    absolute("eager op", "add of 4x4", "tpu", 40.0, "µs")
+    for what in ("digits, each loss read", "digits, each tenth read"):
+        ratio("eager step", what, "defer", "strict", 1 / 1.5)
     ratio("training step", "gpt2", "tpu", "jax", 1.05)
     ratio("training, memory", "gpt2", "tpu", "jax", 1.0)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
