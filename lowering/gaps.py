@@ -33,6 +33,18 @@ ASSERTIONS = frozenset(
 nothing."""
 
 
+INSTEAD: dict[Any, str] = {
+    aten.nonzero.default: "torch.where(mask, a, b), or torch.nonzero_static(x, size=n)",
+    aten.index.Tensor: "torch.where(mask, x, 0) in place of x[mask]",
+    aten.masked_select.default: "torch.where(mask, x, 0) in place of x[mask]",
+    aten._unique2.default: "x.sort(), whose values repeat",
+    aten.bincount.default: "torch.zeros(n).scatter_add(0, x, weights)",
+    aten.repeat_interleave.Tensor: "repeat_interleave(…, output_size=n)",
+    aten._local_scalar_dense.default: "the tensor itself in place of .item(), or make the number an argument",
+}
+"""How to say it with a shape that is known, by operator."""
+
+
 def where(node: Node) -> SourceLine | None:
     """The user's line of a node."""
     trace = node.stack_trace
@@ -66,7 +78,8 @@ def _gap(node: Node) -> Gap | None:
         return None
     number = node.meta.get("unbacked_bindings") or node.target is aten._local_scalar_dense.default
     if number and not numbers.stays_inside(node):
-        hint = "use torch.where or masks of a fixed shape, or let the graph break here (no fullgraph=True)"
+        instead = INSTEAD.get(node.target, "torch.where, or masks of a fixed shape")
+        hint = f"use {instead}; or let the graph break here (no fullgraph=True)"
         return Gap(str(node.target), "its result's shape or value depends on data", str(where(node) or ""), hint)
     if registry.get(node.target) is None:
         return Gap(str(node.target), "no rule lowers it", str(where(node) or ""))

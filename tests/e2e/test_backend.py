@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import threading
+import warnings
 
 import pytest
 import torch
@@ -262,6 +264,27 @@ def test_data_dependent_code_runs_through_graph_breaks(agrees):
     agrees(fn, torch.tensor([-1.0, -2.0, 0.5]), fullgraph=False)
 
 
+DATA_DEPENDENT = {
+    "nonzero": (lambda x: x.nonzero(), "torch.nonzero_static"),
+    "mask": (lambda x: x[x > 0] * 2, r"torch\.where\(mask, x, 0\)"),
+    "masked_select": (lambda x: x.masked_select(x > 0), r"torch\.where\(mask, x, 0\)"),
+    "unique": (lambda x: x.unique(), r"x\.sort\(\)"),
+    "bincount": (lambda x: x.long().abs().bincount(), "scatter_add"),
+    "repeat_interleave": (lambda x: x.repeat_interleave(x.long().abs()), "output_size"),
+    "item": (lambda x: torch.ones(int(x[2].item())), r"in place of \.item\(\)"),
+    "unique_consecutive": (lambda x: x.unique_consecutive(), r"torch\.where"),
+}
+
+
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
+def test_a_shape_that_depends_on_data_is_an_error_with_line_and_way_out_or_a_graph_break(agrees, name):
+    fn, instead = DATA_DEPENDENT[name]
+    x = torch.tensor([1.0, -2.0, 3.0])
+    with pytest.raises(tpu_compile.UnsupportedOp, match=rf"depends on data\n.*test_backend\.py:\d+[\s\S]*{instead}"):
+        torch.compile(fn, backend="tpu", fullgraph=True)(x)
+    agrees(lambda x: fn(x + 1), x, fullgraph=False)
+
+
 # ---- copies, resets, threads
 
 
@@ -399,10 +422,16 @@ def test_unsupported_ops_are_listed_together_with_their_lines():
         torch.compile(fn, backend="tpu", fullgraph=True)(x)
     assert len(caught.value.gaps) == 2
     assert "test_backend.py" in caught.value.gaps[0].where and "first(x + 1)" in caught.value.gaps[0].where
-    with pytest.warns(tpu_compile.TpuCompileWarning, match="runs 2 op"):
-        got = torch.compile(fn, backend="tpu")(x)
-    torch.testing.assert_close(got, fn(x))
-    assert tpu_compile.stats()["fallback_ops"] == 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", tpu_compile.TpuCompileWarning)
+        for rows in (4, 5, 4):
+            got = torch.compile(fn, backend="tpu", dynamic=False)(x[:1].expand(rows))
+    torch.testing.assert_close(got, fn(x[:1].expand(4)))
+    (message,) = (str(w.message) for w in told if issubclass(w.category, tpu_compile.TpuCompileWarning))
+    assert re.search(
+        r"runs 2 op[\s\S]*first[\s\S]*test_backend\.py:\d+[\s\S]*second[\s\S]*test_backend\.py:\d+", message
+    )
+    assert tpu_compile.stats()["fallback_ops"] == 6
 
 
 def test_mode_is_accepted_with_one_warning():
