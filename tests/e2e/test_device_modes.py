@@ -123,6 +123,18 @@ def test_results_that_do_not_lie_row_by_row(name):
             assert g.stride() == w.stride() and g.tolist() == w.tolist()
 
 
+@pytest.mark.parametrize("mode", ["strict", "defer"])
+def test_copies_of_one_value_are_buffers_of_their_own(mode):
+    with torch.tpu.mode(mode):
+        x = torch.arange(3.0, device="tpu") * 2
+        clone, (a, b) = x.clone(), (torch.zeros(3, device="tpu") for _ in range(2))
+        torch._foreach_copy_([a, b], [x, x])
+        assert x.tolist() == clone.tolist() == a.tolist() == b.tolist() == [0, 2, 4]
+        a.add_(1)
+        clone.add_(2)
+        assert [t.tolist() for t in (x, clone, a, b)] == [[0, 2, 4], [2, 4, 6], [1, 3, 5], [0, 2, 4]]
+
+
 def test_numbers_that_are_equal_by_chance_are_not_the_same():
     with torch.tpu.mode("defer"):
         x = torch.ones(3, device="tpu")

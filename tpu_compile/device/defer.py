@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from tpu_compile.device import contents
 from tpu_compile.device.background import background
 from tpu_compile.device.calls import Call
 from tpu_compile.device.fusing import Fused, Wire, fuse
-from tpu_compile.device.programs import Plan, constant, output_order
+from tpu_compile.device.programs import Plan, arranger, constant
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
 from tpu_compile.device.storage import Cell
@@ -70,7 +70,7 @@ class Compiled:
 
     fused: Fused
     execute: Any
-    order: list[int] | None
+    arranged: Callable[[list[Any]], list[Any]] | None
     constants: tuple[Any, ...]
 
 
@@ -211,8 +211,8 @@ def _job(compiled: Compiled, externals: list[Any], seed: Any, live: list[Deferre
         error.add_note(contents.living())
         raise
     counters["executions"] += 1
-    if compiled.order is not None:
-        outputs = [outputs[i] for i in compiled.order]
+    if compiled.arranged is not None:
+        outputs = compiled.arranged(outputs)
     for deferred, buffer in zip(live, outputs, strict=True):
         deferred.buffer = buffer
 
@@ -282,7 +282,7 @@ def _compile(fused: Fused) -> Compiled:
     compiled = runtime.executable(program, options_in_force())
     taken = Fused(fused.graph, fused.name, tuple(fused.externals[i] for i in program.arguments))
     constants = tuple(compiled.client.put(t) for t in program.constants)
-    return Compiled(taken, compiled.executable.execute, output_order(program), constants)
+    return Compiled(taken, compiled.executable.execute, arranger(program), constants)
 
 
 def _period(serials: list[int]) -> tuple[int, tuple[int, ...]]:

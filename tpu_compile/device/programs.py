@@ -16,10 +16,10 @@ from tpu_compile.device.generator import seed_from
 from tpu_compile.device.numbers import Numbers
 from tpu_compile.device.schemas import Schema
 from tpu_compile.device.state import device
-from tpu_compile.device.storage import Layout, TensorMaker, maker
+from tpu_compile.device.storage import Layout, TensorMaker, layout_of, maker
 from tpu_compile.device.tracing import Fresh, Given, Source, Traced, isolated
 from tpu_compile.errors import OutOfMemory
-from tpu_compile.lowering.program import Program, dense_order, row_major
+from tpu_compile.lowering.program import Program, TensorSpec, dense_order, row_major
 from tpu_compile.stats import counters
 
 _KEPT_CONSTANTS = 4096
@@ -33,11 +33,11 @@ class Plan:
     """
 
     __slots__ = (
+        "_arranged",
         "_cells",
         "_checks",
         "_constants",
         "_execute",
-        "_order",
         "_takes",
         "build",
         "name",
@@ -70,7 +70,7 @@ class Plan:
         self._cells = tuple(place for place, _ in self.recipe) if only_cells else None
         self._takes = tuple(_cell_taker(place) if take is None else _putter(take) for place, take in self.recipe)
         self._constants = tuple(client.put(t) for t in program.constants)
-        self._order = output_order(program)
+        self._arranged = arranger(program)
         self._checks = program.checks
         self._execute = compiled.executable.execute
 
@@ -105,19 +105,36 @@ class Plan:
             device.client.ready(outputs)
             for check in self._checks:
                 check.function(contents.download(outputs[check.result]))
-        if self._order is not None:
-            outputs = [outputs[i] for i in self._order]
+        if self._arranged is not None:
+            outputs = self._arranged(outputs)
         for cell, index in self.writes:
             cells[cell].buffer = outputs[index]
         return self.build(outputs, schema, args, kwargs)
 
 
-def output_order(program: Program) -> list[int] | None:
-    """For each output of the graph, the program's result that holds it; None if that is its own place."""
+def arranger(program: Program) -> Callable[[list[Any]], list[Any]] | None:
+    """What makes a program's results the graph's outputs, each a buffer of its own; None if they are that already."""
     mutated = dict(program.mutated)
     indices = [r.index if r.index is not None else mutated[r.argument] for r in program.results]  # type: ignore[index]
-    assert len(set(indices)) == len(indices), f"{program.name}: two results of one buffer"
-    return None if indices == list(range(len(indices))) else indices
+    if indices == list(range(len(indices))):
+        return None
+    # A value that a graph returns twice is one result of its program.
+    again = [(place, program.outputs[i]) for place, i in enumerate(indices) if i in indices[:place]]
+    copies = [(place, _copy(program_layout(spec))) for place, spec in again]
+
+    def arranged(results: list[Any]) -> list[Any]:
+        outputs = [results[i] for i in indices]
+        for place, copy in copies:
+            outputs[place] = copy(outputs[place])
+        return outputs
+
+    return arranged
+
+
+def program_layout(spec: TensorSpec) -> Layout:
+    """How a program lays out an input or output of this spec: in its order if it is dense, else row-major."""
+    order = spec.order
+    return layout_of(tuple([spec.shape[i] for i in order]) if order else spec.shape, spec.dtype)
 
 
 # ---- inputs
