@@ -29,7 +29,7 @@ def lower_traced(ctx: LoweringContext, function: Callable[..., Any], *args: Any)
 
     values = [leaves[i] for i in places]
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [torch.empty(hlo.shape(v), dtype=hlo.dtype(v)) for v in values]
+        fakes = [torch.empty(hlo.shape(v), dtype=hlo.dtype(v), device="cpu") for v in values]
         graph = make_fx(on_tensors, decomposition_table=decompositions())(*fakes)
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(getattr(graph, node.target), "constant", None)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from tpu_compile.lowering import hlo
+from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.hlo import Value
 
 
@@ -72,10 +71,9 @@ def _without_ones(base: Value, groups: list[list[int]]) -> Folded:
 
 def _undo(x: Value) -> tuple[Value, list[list[int]]] | None:
     """The operand of the permutation or merge that made ``x``, and the operand's axes behind each axis of ``x``."""
-    op = x.owner.opview if isinstance(x.owner, ir.Operation) else x.owner
-    if isinstance(op, stablehlo.TransposeOp):
+    if op := hlo.made_by(x, stablehlo.TransposeOp):
         return op.operand, [[int(i)] for i in op.permutation]
-    if isinstance(op, stablehlo.ReshapeOp):
+    if op := hlo.made_by(x, stablehlo.ReshapeOp):
         merged = _merged(hlo.shape(op.operand), hlo.shape(x))
         return None if merged is None else (op.operand, merged)
     return None
@@ -100,20 +98,20 @@ def _merged(before: Sequence[int], after: Sequence[int]) -> list[list[int]] | No
 
 
 def batched_product(a: Value, b: Value, out: torch.dtype) -> Value:
-    """[B, M, K] times [B, K, N] in dtype ``out``, on the axes that they were made of where both agree on them."""
+    """[B, M, K] times [B, K, N], rounded once to ``out``, on the axes they were made of where both agree on them."""
     left, right = fold(a), fold(b)
     if not _worthwhile(left, right) or left.sizes(0) != right.sizes(0) or left.sizes(2) != right.sizes(1):
-        return hlo.dot_general(a, b, ((2,), (1,)), ((0,), (0,)), out=out)
+        return _dot(a, b, ((2,), (1,)), ((0,), (0,)), out)
     batch, contract = (left.groups[0], right.groups[0]), (left.groups[2], right.groups[1])
     result = _in_order(left, right, left.groups[1], right.groups[2], contract, batch, out)
     return hlo.reshape(result, [hlo.shape(a)[0], hlo.shape(a)[1], hlo.shape(b)[2]])
 
 
 def unmerged_product(a: Value, b: Value, out: torch.dtype) -> Value:
-    """[M, K] times [K, N] in dtype ``out``; M and N are the axes that they were made of, for a reshape to merge."""
+    """[M, K] times [K, N], rounded once to ``out``; M and N are the axes they were made of, for a reshape to merge."""
     pair = _agreeing(folds(a), folds(b))
     if pair is None or not _worthwhile(*pair):
-        return hlo.dot_general(a, b, ((1,), (0,)), out=out)
+        return _dot(a, b, ((1,), (0,)), ((), ()), out)
     left, right = pair
     contract = (left.groups[1], right.groups[0])
     return _in_order(left, right, left.groups[0], right.groups[1], contract, ((), ()), out)
@@ -140,13 +138,22 @@ def _in_order(
     batch: Any,
     out: torch.dtype,
 ) -> Value:
-    """The product with its axes in the order of the groups: a dot has free axes in that of its operands."""
-    result = hlo.dot_general(left.value, right.value, contract, batch, out=out)
-    places, start = list(range(len(batch[0]))), len(batch[0])
-    for free in (rows, columns):
-        places += [start + sorted(free).index(axis) for axis in free]
-        start += len(free)
-    return hlo.transpose(result, places)
+    """The product with its axes in the order of the groups: a dot has free axes in that of its operands. What has more
+    of them goes first, as in ``jnp.einsum``.
+    """
+    operands = [(left.value, rows, contract[0], batch[0]), (right.value, columns, contract[1], batch[1])]
+    flipped = len(columns) > len(rows)
+    (a, first, *a_axes), (b, second, *b_axes) = operands[::-1] if flipped else operands
+    result = _dot(a, b, (a_axes[0], b_axes[0]), (a_axes[1], b_axes[1]), out)
+    start = len(batch[0])
+    places = [start + sorted(first).index(axis) for axis in first]
+    others = [start + len(first) + sorted(second).index(axis) for axis in second]
+    return hlo.transpose(result, [*range(start), *(others + places if flipped else places + others)])
+
+
+def _dot(a: Value, b: Value, contract: Any, batch: Any, out: torch.dtype) -> Value:
+    """Rounded before its axes are put in order: XLA joins permutations, and none across a rounding."""
+    return hlo.convert(hlo.dot_general(a, b, contract, batch, out=dtypes.opmath(hlo.dtype(a))), out)
 
 
 def _worthwhile(*operands: Folded) -> bool:

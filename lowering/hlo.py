@@ -120,14 +120,30 @@ def broadcast(x: Value, sizes: Dims) -> Value:
 
 def reshape(x: Value, sizes: Dims) -> Value:
     """Row-major reshape; ``sizes`` holds no -1."""
-    sizes = list(sizes)
+    sizes, before = list(sizes), made_by(x, stablehlo.ReshapeOp)
+    x = before.operand if before else x
     return x if shape(x) == sizes else stablehlo.reshape(tensor_type(sizes, dtype(x)), x)
 
 
 def transpose(x: Value, order: Dims) -> Value:
-    """Result axis i is ``x``'s axis ``order[i]``."""
-    order = list(order)
+    """Result axis i is ``x``'s axis ``order[i]``. Permutations of permutations become one, also through axes of size 1:
+    XLA merges the first into the product that made its operand, whatever the second would have made of both."""
+    order, sizes = list(order), shape(x)
+    if before := made_by(x, stablehlo.TransposeOp):
+        return transpose(before.operand, [before.permutation[i] for i in order])
+    if before := made_by(x, stablehlo.ReshapeOp):
+        old = shape(before.operand)
+        wide, known = ([i for i, n in enumerate(each) if n != 1] for each in (sizes, old))
+        if [sizes[i] for i in wide] == [old[i] for i in known]:
+            moved = [i for i, n in enumerate(old) if n == 1] + [known[wide.index(i)] for i in order if sizes[i] != 1]
+            return reshape(transpose(before.operand, moved), [sizes[i] for i in order])
     return x if order == list(range(len(order))) else stablehlo.transpose(x, order)
+
+
+def made_by(x: Value, kind: Any) -> Any:
+    """The operation that made ``x``, if it is of this kind."""
+    op = getattr(x.owner, "opview", None)
+    return op if isinstance(op, kind) else None
 
 
 def unsqueeze(x: Value, axis: int) -> Value:

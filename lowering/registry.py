@@ -195,7 +195,7 @@ def operand(value: Any, kind: torch.dtype, shape: Any, through: torch.dtype | No
         rounded = value if through is None else hlo.convert(value, through)
         return hlo.broadcast(hlo.convert(rounded, kind), shape)
     if through is not None and through != kind:
-        value = torch.tensor(value, dtype=through).item()
+        value = torch.tensor(value, dtype=through, device="cpu").item()
     return hlo.full(value, kind, shape)
 
 

@@ -41,13 +41,13 @@ def polar(ctx: LoweringContext, abs: Value, angle: Value) -> Value:
 
 
 def _from_parts(ctx: LoweringContext, real: Value, imag: Value) -> Value:
-    kind = dtypes.real(ctx.out.dtype)
+    kind = dtypes.opmath(dtypes.real(ctx.out.dtype))  # a complex32 is carried as complex64
     return stablehlo.complex(*(operand(v, kind, ctx.out.shape) for v in (real, imag)))
 
 
 @lowers(aten.view_as_complex.default, aten.view_as_complex_copy.default)
 def view_as_complex(ctx: LoweringContext, x: Value) -> Value:
-    return join_parts(x)
+    return join_parts(hlo.convert(x, dtypes.opmath(hlo.dtype(x))))
 
 
 @lowers(aten.view_as_real.default, aten.view_as_real_copy.default)
@@ -55,7 +55,10 @@ def view_as_real(ctx: LoweringContext, x: Value) -> Value:
     return hlo.convert(split_parts(x), ctx.out.dtype)  # float16 of a complex32
 
 
-@elementwise(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default, opmath=False)
+@elementwise(
+    *(aten.conj_physical.default, aten._conj_physical.default, aten._conj.default, aten._conj_copy.default),
+    opmath=False,
+)
 def conj_physical(ctx: LoweringContext, x: Value) -> Value:
     return conjugate(x)
 

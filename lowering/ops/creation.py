@@ -129,7 +129,7 @@ def linspace(ctx: LoweringContext, start: Any, end: Any, steps: int, **_: Any) -
 
 def _as(value: Any, kind: torch.dtype) -> Any:
     """A Python number rounded to a dtype."""
-    return int(value) if dtypes.is_integer(kind) else torch.tensor(value, dtype=kind).item()
+    return int(value) if dtypes.is_integer(kind) else torch.tensor(value, dtype=kind, device="cpu").item()
 
 
 @lowers(aten.eye.default)

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 # ---- unary tables: overload -> builder
 
 ROUNDED = {
-    aten.neg.default: stablehlo.negate,
+    **dict.fromkeys((aten.neg.default, aten._neg_view.default, aten._neg_view_copy.default), stablehlo.negate),
     aten.positive.default: lambda x: x,
 }
 """One correctly rounded operation: the 16-bit floats need no detour through float32."""

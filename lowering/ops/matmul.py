@@ -33,20 +33,18 @@ def int8_operands(a: Value, b: Value) -> tuple[Value, Value] | None:
 
 
 def _before_widening(x: Value) -> Value | None:
-    op = getattr(x.owner, "opview", None)
-    if isinstance(op, stablehlo.TransposeOp):
+    if op := hlo.made_by(x, stablehlo.TransposeOp):
         inner = _before_widening(op.operand)
         return None if inner is None else hlo.transpose(inner, list(op.permutation))
-    if isinstance(op, stablehlo.ConvertOp) and hlo.dtype(op.operand) == torch.int8:
-        return op.operand
-    return None
+    op = hlo.made_by(x, stablehlo.ConvertOp)
+    return op.operand if op and hlo.dtype(op.operand) == torch.int8 else None
 
 
 @lowers(aten.mm.default)
 def mm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
     kind = hlo.dtype(x)
     if ctx.family == "tpu" and kind != torch.int32:
-        return hlo.reshape(hlo.convert(unmerged_product(x, mat2, dtypes.opmath(kind)), kind), ctx.out.shape)
+        return hlo.reshape(unmerged_product(x, mat2, kind), ctx.out.shape)
     return product(x, mat2, ((1,), (0,)))
 
 
@@ -54,7 +52,7 @@ def mm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
 def bmm(ctx: LoweringContext, x: Value, mat2: Value) -> Value:
     kind = hlo.dtype(x)
     if ctx.family == "tpu" and kind != torch.int32:
-        return hlo.convert(batched_product(x, mat2, dtypes.opmath(kind)), kind)
+        return batched_product(x, mat2, kind)
     return product(x, mat2, ((2,), (1,)), ((0,), (0,)))
 
 
@@ -76,14 +74,15 @@ def addmm(ctx: LoweringContext, x: Value, mat1: Value, mat2: Value, *, beta: Any
 
 
 def _linear(ctx: LoweringContext, bias: Value, x: Value, weight: Value) -> Value:
-    """``x @ weight + bias``, rounded once, on the axes that the rows of ``x`` were made of."""
-    kind = dtypes.opmath(ctx.out.dtype)
-    result = unmerged_product(x, weight, kind)
+    """``x @ weight + bias`` on the axes that the rows of ``x`` were made of.
+
+    In 16 bits the bias is added to the rounded product, as in JAX and torch_xla: a TPU would widen each bias in an
+    operation of its own, which costs more than many a product. ``excess_precision`` rounds once, for nothing.
+    """
+    result = unmerged_product(x, weight, ctx.out.dtype)
     if hlo.shape(result)[-1:] != list(ctx.out.shape[1:]):  # the columns were made of several axes
         result = hlo.reshape(result, ctx.out.shape)
-    # broadcast before it is widened: a TPU then widens it inside the product's fusion
-    term = hlo.convert(hlo.broadcast(bias, hlo.shape(result)), kind)
-    return hlo.reshape(hlo.convert(stablehlo.add(result, term), ctx.out.dtype), ctx.out.shape)
+    return hlo.reshape(stablehlo.add(result, hlo.broadcast(bias, hlo.shape(result))), ctx.out.shape)
 
 
 @lowers(aten.addmv.default)

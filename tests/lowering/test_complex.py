@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +92,16 @@ def test_gradients_conjugate() -> None:
             out = fn(x)
             results.append(torch.autograd.grad(out, x, w if out.is_complex() else w.real)[0])
         torch.testing.assert_close(results[1], results[0], rtol=3e-4, atol=3e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_parts_of_a_conjugate_are_views_of_negatives(agrees: Any, grad: bool) -> None:
+    z = torch.randn(2, 3, dtype=torch.complex64, requires_grad=grad)
+    agrees(lambda z: (z.conj().imag.clone(), z.conj().imag * 2, z.mH.imag, z.conj().abs()), z, grad=grad)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_pairs_of_halves_are_a_complex32(agrees: Any) -> None:
+    x = torch.randn(3, 2).half()
+    agrees(lambda x: torch.view_as_real(torch.view_as_complex(x)), x)
+    agrees(lambda x: torch.view_as_real(torch.complex(x, x * 2)), x)

