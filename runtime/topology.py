@@ -35,6 +35,9 @@ WORKER = "tpu_compile.runtime.tpu_worker"
 _EXAMPLES = "v5e:1x1, v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x1, tpu7x:2x2x1"
 _HEADER = struct.Struct("<QQ")
 _TAIL = 3000
+_GROWN = 2 << 30
+"""Bytes of memory with which a worker is not kept: libtpu gives back little of what a compile took, and the next one
+comes on top of it."""
 _T = TypeVar("_T")
 
 
@@ -176,7 +179,7 @@ class _Worker:
     """One process with libtpu in it, asked one thing at a time."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.pid, self.resident = os.getpid(), 0
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         # Its own session: Ctrl-C is for the user's process, which then ends the worker. -P: the user's folder may
         # hold a file called like a module of ours.
@@ -244,18 +247,26 @@ class _Workers:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self.limit, self._busy = 1, 0
+        self.limit, self.memory, self._busy, self._largest = 1, 0, 0, 0
         self._idle: list[_Worker] = []
         self._changed = threading.Condition()
 
     def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
         with self._lent() as worker:
-            return worker.request(header, payload, doing)
+            reply, data = worker.request(header, payload, doing)
+            worker.resident = reply.get("resident", worker.resident)
+            self._largest = max(self._largest, worker.resident)
+            return reply, data
+
+    def _free(self) -> bool:
+        """Whether one more may work. How much memory a compile takes is known after the first one."""
+        fits = 0 < self._largest * (self._busy + 1) <= self.memory
+        return not self._busy or (self._busy < self.limit and fits)
 
     @contextmanager
     def _lent(self) -> Iterator[_Worker]:
         with self._changed:
-            self._changed.wait_for(lambda: self._busy < self.limit)
+            self._changed.wait_for(self._free)
             self._busy += 1
             worker = self._idle.pop() if self._idle else None
         try:
@@ -265,9 +276,11 @@ class _Workers:
         finally:
             with self._changed:
                 self._busy -= 1
-                if worker and worker.alive:
+                if worker and worker.resident > _GROWN:
+                    worker.end()
+                elif worker and worker.alive:
                     self._idle.append(worker)
-                self._changed.notify()
+                self._changed.notify_all()
 
     def dismiss(self) -> None:
         """End the idle workers but the one that every process keeps."""
@@ -281,13 +294,15 @@ _workers = _Workers()
 
 
 @contextmanager
-def workers(count: int) -> Iterator[None]:
-    """Let ``count`` threads compile at once in the block, each in a process of its own."""
-    before, _workers.limit = _workers.limit, count
+def workers(count: int, memory: int) -> Iterator[None]:
+    """Let ``count`` threads compile at once in the block, each in a process of its own, as long as these processes will
+    take no more than ``memory`` bytes together."""
+    before = _workers.limit, _workers.memory
+    _workers.limit, _workers.memory = count, memory
     try:
         yield
     finally:
-        _workers.limit = before
+        _workers.limit, _workers.memory = before
         _workers.dismiss()
 
 

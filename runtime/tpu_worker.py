@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -96,7 +97,13 @@ def _compile(request: Mapping[str, Any], bytecode: bytes) -> tuple[dict[str, Any
     compiled = devices[0].client.compile(*what)
     text = "\n".join(module.to_string() for module in compiled.hlo_modules()).encode()
     memory = asdict(memory_analysis(compiled))
-    return {"cost": cost_analysis(compiled), "memory": memory, "text_bytes": len(text)}, text + compiled.serialize()
+    described = {"cost": cost_analysis(compiled), "memory": memory, "text_bytes": len(text), "resident": _resident()}
+    return described, text + compiled.serialize()
+
+
+def _resident() -> int:
+    """The most memory that this process has held, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 _REQUESTS = {"open": _open, "compile": _compile}

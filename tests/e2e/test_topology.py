@@ -212,23 +212,31 @@ def test_threads_share_the_worker() -> None:
     assert sizes == {n: n * n * 2 for n in (128, 256, 384)}
 
 
-def test_two_workers_compile_at_once_where_that_is_asked_for(worker: int) -> None:
-    used, together = set(), threading.Barrier(2, timeout=60)
+@pytest.mark.parametrize(("memory", "count"), [(1 << 40, 2), (1, 1)], ids=["enough", "too little"])
+def test_two_workers_compile_at_once_if_asked_to_and_memory_allows(worker: int, memory: int, count: int) -> None:
+    target, used, together = topology("v5e:2x2"), [], threading.Barrier(count, timeout=60)
 
     def work() -> None:
         with topology_module._workers._lent() as lent:
-            together.wait()  # neither gives its worker back before both have one
-            used.add(lent._process.pid)
+            used.append(lent._process.pid)
+            together.wait()
 
-    with topology_module.workers(2):
+    with topology_module.workers(2, memory):
+        target.compile(matmul(), "how much memory a compile takes", DEFAULT)
         threads = [threading.Thread(target=work) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert worker in used and len(used) == 2
+    assert worker in used and len(set(used)) == count
     (left,) = topology_module._workers._idle
     assert all(Path(f"/proc/{pid}").exists() == (pid == left._process.pid) for pid in used)
+
+
+def test_a_worker_that_has_grown_is_not_kept(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology_module, "_GROWN", 1)
+    assert topology("v5e:2x2").compile(matmul(), "test", DEFAULT).as_text()
+    assert not topology_module._workers._idle and not Path(f"/proc/{worker}").exists()
 
 
 COMPILE = f"""

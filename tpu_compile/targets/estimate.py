@@ -23,6 +23,8 @@ from tpu_compile.targets.workload import Load, Workload
 
 _TRIES = 4
 """Compiles that look for the largest batch before it is left at the largest one that was seen to fit."""
+_MEMORY = 5 << 30
+"""Bytes that compiles at the same time may take together."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Estimator:
         return list(self._all(names, asked))
 
     def _all(self, names: Sequence[str], asked: int) -> Iterator[Estimate]:
-        with workers(self.at_once), ThreadPoolExecutor(self.at_once) as pool:
+        with workers(self.at_once, _MEMORY), ThreadPoolExecutor(self.at_once) as pool:
             running = [pool.submit(copy_context().run, self._one, name, asked) for name in names]
             found = [each.result() for each in running]
         roomy = next((e for e in found if e.timed is not None), None)
