@@ -29,8 +29,10 @@ _STAGES = {"hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 1, 1], "embedding
 ENCODERS = ("bert", "roberta", "albert", "electra", "mpnet", "distilbert", "deberta-v2")
 DECODERS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("gpt2", "gpt_neox", "opt", "falcon", "mamba")},
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "cohere", "olmo2", "stablelm"), _GROUPED),
-    **dict.fromkeys(("qwen3_moe", "gpt_oss"), _EXPERTS),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "cohere", "olmo2", "stablelm"), _GROUPED
+    ),
+    **dict.fromkeys(("qwen3_moe", "gpt_oss", "llama4_text"), _EXPERTS),
 }
 PAIRS = ("t5", "bart", "marian")
 VISION: dict[str, tuple[int, dict[str, Any]]] = {
@@ -38,7 +40,8 @@ VISION: dict[str, tuple[int, dict[str, Any]]] = {
     **dict.fromkeys(("resnet", "convnext", "regnet"), (64, _STAGES)),
     "swin": (64, {"image_size": 64, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}),
 }
-ALL = (*ENCODERS, *DECODERS, *PAIRS, *VISION)
+SPEECH, BOTH = "whisper", "clip"
+ALL = (*ENCODERS, *DECODERS, *PAIRS, *VISION, SPEECH, BOTH)
 
 
 def make(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -51,6 +54,16 @@ def make(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     if name in PAIRS:
         model = transformers.AutoModelForSeq2SeqLM.from_config(_config(name, {**_SIZES, **_PAIR}))
         return model.eval(), {"input_ids": ids, "decoder_input_ids": ids}
+    if name == SPEECH:
+        sizes = {**_SIZES, **_PAIR, "max_source_positions": 30, "max_target_positions": 32, "decoder_start_token_id": 2}
+        sizes |= {"suppress_tokens": None, "begin_suppress_tokens": None, "bos_token_id": 1, "eos_token_id": 2}
+        model = transformers.WhisperForConditionalGeneration(_config(name, sizes))
+        return model.eval(), {"input_features": torch.randn(1, 80, 60), "decoder_input_ids": ids[:1, :8]}
+    if name == BOTH:
+        vision = {**_SIZES, "image_size": 32, "patch_size": 8}
+        text = {**_SIZES, "bos_token_id": 1, "eos_token_id": 2}
+        config = _config(name, {"projection_dim": 16, "text_config": text, "vision_config": vision})
+        return transformers.CLIPModel(config).eval(), {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
     if name in DECODERS:
         model = transformers.AutoModelForCausalLM.from_config(_config(name, {**_SIZES, **DECODERS[name]}))
         return model.eval(), {"input_ids": ids}
