@@ -123,6 +123,15 @@ def test_results_that_do_not_lie_row_by_row(name):
             assert g.stride() == w.stride() and g.tolist() == w.tolist()
 
 
+def test_what_is_read_is_not_overwritten_before():
+    """XLA would fuse the column's read into the row's write, which goes on in place."""
+    with torch.tpu.mode("defer"):
+        x = torch.arange(1.0, 10).view(3, 3).to("tpu")
+        x[1].add_(x[:, 0].clone())
+        x[0].mul_(2)
+        assert x.tolist() == [[2, 4, 6], [5, 9, 13], [7, 8, 9]]
+
+
 @pytest.mark.parametrize("mode", ["strict", "defer"])
 def test_copies_of_one_value_are_buffers_of_their_own(mode):
     with torch.tpu.mode(mode):

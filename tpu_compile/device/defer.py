@@ -84,6 +84,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self._read: set[int] = set()
+        """The identities of the steps' inputs. What a step reads, no later one may overwrite in part: XLA's fusions may
+        do the second in place and the first afterwards, where the two see the buffer by different shapes."""
         self._thread = 0
         self._seed: torch.Tensor | None = None
         self._draws = 0
@@ -102,8 +105,12 @@ class Recorder:
             return plan.execute(call, schema, args, kwargs)
         if plan.traced.draws:
             self._draw(plan.traced.draws)
-        cells, step = call.cells, Step(plan, len(self.steps))
+        cells = call.cells
+        if plan.parts and any(id(cells[cell].buffer) in self._read for cell, _ in plan.writes):
+            self._submit(len(self.steps))
+        step = Step(plan, len(self.steps))
         step.inputs = [self._held(cells[place]) if take is None else take(call) for place, take in plan.recipe]
+        self._read.update(map(id, step.inputs))
         outputs = step.outputs = [Deferred(step, place) for place in range(plan.traced.new + len(plan.writes))]
         for cell, place in plan.writes:
             target, deferred = cells[cell], outputs[place]
@@ -164,6 +171,7 @@ class Recorder:
         if not count:
             return
         steps, self.steps = self.steps[:count], self.steps[count:]
+        self._read = {id(source) for step in self.steps for source in step.inputs}
         mine = {id(step) for step in steps}
         later = {id(i) for s in self.steps for i in s.inputs if i.__class__ is Deferred and id(i.step) in mine}
         live = [d for s in steps for d in s.outputs if d.wanted() is not None or id(d) in later]
@@ -193,7 +201,7 @@ class Recorder:
         seed = device.client.put(self._seed)
         first, second = self._seed.tolist()
         self._draws -= draws
-        again = torch.tensor([first, (second + draws) % 2**64], dtype=torch.uint64)
+        again = torch.tensor([first, (second + draws) % 2**64], dtype=torch.uint64, device="cpu")
         self._seed = again if self._draws else None
         return seed
 

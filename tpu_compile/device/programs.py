@@ -19,6 +19,7 @@ from tpu_compile.device.state import device
 from tpu_compile.device.storage import Layout, TensorMaker, layout_of, maker
 from tpu_compile.device.tracing import Fresh, Given, Source, Traced, isolated
 from tpu_compile.errors import OutOfMemory
+from tpu_compile.lowering.memory import write_window
 from tpu_compile.lowering.program import Program, TensorSpec, dense_order, row_major
 from tpu_compile.stats import counters
 
@@ -29,6 +30,7 @@ class Plan:
     """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
 
     The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
+    ``parts`` says that it writes a part of a cell only.
     ``recipe`` has a pair for each input: the place of a cell, or a function of the call that gives a host value.
     """
 
@@ -41,6 +43,7 @@ class Plan:
         "_takes",
         "build",
         "name",
+        "parts",
         "program",
         "recipe",
         "serial",
@@ -60,6 +63,7 @@ class Plan:
         self.build = _builder(traced.tree)
         self.recipe = tuple(_recipe(traced.sources[position]) for position in self.program.arguments)
         self.writes = tuple((cell, traced.new + i) for i, cell in enumerate(traced.written))
+        self.parts = any(node.target is write_window for node in traced.graph.graph.nodes)
         self._execute: Any = None
 
     def compile(self) -> None:
@@ -185,7 +189,7 @@ class _Constants:
         if kept is None:
             if len(self._kept) >= _KEPT_CONSTANTS:
                 self._kept.clear()
-            kept = self._kept[key] = device.client.put(torch.tensor(value, dtype=dtype))
+            kept = self._kept[key] = device.client.put(torch.tensor(value, dtype=dtype, device="cpu"))
         return kept
 
 
@@ -267,5 +271,5 @@ def _one_argument(body: Callable[[torch.Tensor], torch.Tensor], source: Layout) 
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with FakeTensorMode():
-        fake = torch.empty(source.dims, dtype=source.dtype)
+        fake = torch.empty(source.dims, dtype=source.dtype, device="cpu")
         return make_fx(lambda x: [body(x)])(fake)
