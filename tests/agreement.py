@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 import tpu_compile
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE |= {torch.complex128: TOLERANCE[torch.float64], torch.complex64: TOLERANCE[torch.float32]}
 """rtol and atol by dtype: sums in another order, and functions that are right to an ulp or two."""
 
 
