@@ -23,6 +23,8 @@ from tpu_compile.targets.workload import Load, Workload
 
 _TRIES = 4
 """Compiles that look for the largest batch before it is left at the largest one that was seen to fit."""
+_FAR = 16
+"""Times the first batch: the second of a line is no larger."""
 _MEMORY = 5 << 30
 """Bytes that compiles at the same time may take together."""
 
@@ -32,7 +34,7 @@ class Point:
     """A workload at one batch size on one chip.
 
     Attributes:
-        needed, available: bytes of HBM; from libtpu's refusal if it ``fits`` not.
+        needed, available: bytes of HBM; from libtpu's refusal if it ``fits`` not. ``arguments`` are part of them.
         seconds: of a step; 0 where it does not fit. ``by_libtpu`` of them are libtpu's own cycles, the rest and
             ``roofline`` (the least possible) are ours.
         flops: of matrix products in the compiled program, ``bytes`` its HBM traffic.
@@ -50,6 +52,7 @@ class Point:
     flops: int = 0
     bytes: int = 0
     model_flops: int = 0
+    arguments: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Estimator:
     def _largest(self, name: str, first: Point) -> tuple[Point, str]:
         """(the largest batch seen to fit, how sure that is)."""
         known = int(self._slope > 0)  # a line that was found for another chip spares a compile
-        seen = [first, self.point(name, _end(first, self._slope) if known else first.batch * 2)]
+        seen = [first, self.point(name, _end(first, self._slope) if known else _second(first))]
         given = seen[: 2 - known]
         self._slope = self._slope or (max(_slope(*seen), 0.0) if seen[1].fits else 0.0)
         if self.exact:
@@ -191,6 +194,12 @@ class Estimator:
             point = self.point(name, (best.batch + over.batch) // 2)
             best, over = (point, over) if point.fits else (best, point)
         return best, f"exact: batch {over.batch} does not fit"
+
+
+def _second(first: Point) -> int:
+    """Another batch, for a line: as far from the first as surely fits where arguments are parameters, which stay."""
+    others = max(first.needed - first.arguments, 1)
+    return min(max(_end(first, others / first.batch), 2 * first.batch), _FAR * first.batch)
 
 
 def _around(seen: Sequence[Point]) -> tuple[Point, Point | None]:
@@ -244,6 +253,7 @@ def measured(load: Load, target: str) -> Point:
         roofline=times.roofline,
         flops=times.flops,
         bytes=times.bytes,
+        arguments=compiled.executable.memory_analysis().argument_size_in_bytes,
     )
 
 
