@@ -11,6 +11,7 @@ never move. Sampling is part of the program. A step has no arguments: it runs it
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,11 @@ class Decoder:
             BadCall: padding on the right, or no room in ``max_length``.
         """
         batch, length = input_ids.shape
-        mask = torch.ones(batch, length, dtype=torch.bool) if attention_mask is None else attention_mask.cpu().bool()
+        mask = (
+            torch.ones(batch, length, dtype=torch.bool, device="cpu")
+            if attention_mask is None
+            else attention_mask.cpu().bool()
+        )
         padded = self._bucket(length)
         _check(mask, padded, max_new_tokens, self.max_length)
         stops = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
@@ -153,7 +158,7 @@ class _State:
         self.pad, self.stops = zeros(), zeros(1)
         self.temperature, self.top_p = zeros(dtype=torch.float32), zeros(dtype=torch.float32)
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._programs: dict[Any, Callable[[], None]] = {}
+        self._programs: dict[Any, Callable[[int], None]] = {}
         self._zeros = zeros
 
     def start(
@@ -162,7 +167,7 @@ class _State:
         """Forget the last call's text, and take in this call's settings."""
         for number in _lengths(self.cache):
             number.zero_()
-        whole = torch.ones(self.mask.shape, dtype=torch.bool)
+        whole = torch.ones(self.mask.shape, dtype=torch.bool, device="cpu")
         whole[:, :padded] = False
         whole[:, padded - mask.shape[1] : padded] = mask
         self.mask.copy_(whole)
@@ -172,7 +177,7 @@ class _State:
             self.stops = self._zeros(len(stops))
             self._programs.clear()
         ends = [*stops, *[-1] * (self.stops.numel() - len(stops))]
-        self.stops.copy_(torch.tensor(ends))
+        self.stops.copy_(torch.tensor(ends, device="cpu"))
         self.pad.fill_(pad if pad is not None else (stops[0] if stops else 0))
 
     def read(self, ids: torch.Tensor, mask: torch.Tensor, padded: int, piece: int, sampling: Sampling) -> None:
@@ -186,17 +191,18 @@ class _State:
         for start in range(0, padded, piece):
             for held, given in zip(self._pieces[piece], (ids, places), strict=True):
                 held.copy_(given[:, start : start + piece])
-            run()
+            run(1)
 
     def extend(self, count: int, sampling: Sampling, may_end: bool) -> torch.Tensor:
         """Make tokens until there are ``count`` or all sequences have ended; int64 [batch, tokens] on the CPU."""
         made = 1
         run = self._program(("extend", sampling), lambda: self._step(sampling)) if count > 1 else None
         while run is not None and made < count:
-            if may_end and (made - 1) % LOOK_EVERY == 0 and bool(self.finished.all()):
+            if may_end and bool(self.finished.all()):
                 break
-            run()
-            made += 1
+            turns = min(LOOK_EVERY, count - made)
+            run(turns)
+            made += turns
         tokens = self.tokens.cpu()[:, :made]
         return tokens[:, : _used(tokens, self.stops.cpu())] if may_end else tokens
 
@@ -232,15 +238,15 @@ class _State:
         logits: torch.Tensor = result.logits[:, -1]
         return logits
 
-    def _program(self, key: Any, step: Callable[[], None]) -> Callable[[], None]:
+    def _program(self, key: Any, step: Callable[[], None]) -> Callable[[int], None]:
         if key not in self._programs:
             self._programs[key] = compiled_step(step, f"{type(self.model).__name__}_{key[0]}")
         return self._programs[key]
 
 
-def compiled_step(step: Callable[[], None], name: str) -> Callable[[], None]:
-    """A function that takes and returns nothing and overwrites tensors that stay, as one program: a call of the result
-    is one execution on those very tensors, without guards."""
+def compiled_step(step: Callable[[], None], name: str) -> Callable[[int], None]:
+    """A function that overwrites tensors that stay, as one program. The result takes how often to run it: each time is
+    one execution on those very tensors, without guards."""
     found = tracing.capture_call(step, (), {})
     functionalize_subgraphs(found.graph)
     run = compiler.compile_graph(found.graph, name, kept=found.kept, one_graph=True)
@@ -252,22 +258,46 @@ def compiled_step(step: Callable[[], None], name: str) -> Callable[[], None]:
 
     with tracing.running(hold):
         found.function()
-    return lambda: run(list(held))
+    return lambda times: run.repeat(held, times)
 
 
 def static_cache(model: Any, batch: int, length: int) -> Any:
-    """transformers' StaticCache, its layers all of the whole length, allocated."""
+    """transformers' StaticCache, its layers all of the whole length, allocated.
+
+    Raises:
+        BadCall: the model keeps something else than keys and values (Mamba).
+    """
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
-    config = model.config.get_text_config(decoder=True)
-    cache = StaticCache(config=config, max_cache_len=length)
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
     cache.layers = [StaticLayer(length) if _slides(layer) else layer for layer in cache.layers]
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    weight = next(model.parameters())
-    cache.early_initialization(batch, heads, width, weight.dtype, weight.device)
+    for layer, pair in zip(cache.layers, _keys_and_values(model), strict=True):
+        # no places: only the other sizes, dtype and device count
+        empty = [torch.zeros((batch, t.shape[1], 0, t.shape[3]), dtype=t.dtype, device=t.device) for t in pair]
+        layer.lazy_initialization(*empty)
     return cache
+
+
+def _keys_and_values(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each layer keeps of one token, [1, heads, 1, width] without memory: configurations say it in many ways."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    device = next(model.parameters()).device
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        model(input_ids=token, use_cache=True, **{_cache_name(model): cache})
+    other = next((type(layer).__name__ for layer in cache.layers if getattr(layer, "keys", None) is None), None)
+    if other:
+        raise BadCall(
+            f"a layer of {type(model).__name__} keeps a {other} where Decoder has a place for keys and values. Use the "
+            "model's own generate, with model.forward = torch.compile(model.forward, backend='tpu').",
+            "UNIMPLEMENTED",
+        )
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def _slides(layer: Any) -> bool:
@@ -281,8 +311,7 @@ def _lengths(cache: Any) -> list[torch.Tensor]:
 
 def _cache_name(model: Any) -> str:
     """``cache`` in transformers from 5.24 on, ``past_key_values`` before."""
-    code = model.forward.__wrapped__ if hasattr(model.forward, "__wrapped__") else model.forward
-    return "cache" if "cache" in code.__code__.co_varnames[: code.__code__.co_argcount] else "past_key_values"
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _used(tokens: torch.Tensor, stops: torch.Tensor) -> int:

@@ -66,6 +66,65 @@ def test_pieces_of_a_prompt_and_a_window_that_slides():
     assert tpu_compile.stats()["graphs"] == 2
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+GQA = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
+MOE = {**GQA, "head_dim": 16, "num_experts_per_tok": 2}
+ARCHITECTURES = {
+    "Falcon": SIZES,  # one key and value for all heads
+    "DeepseekV3": {  # keys and values of other widths, which its configuration does not call so
+        **(SIZES | {"intermediate_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}),
+        **{"moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8},
+        **{"qk_nope_head_dim": 8, "topk_group": 1, "first_k_dense_replace": 1},
+    },
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64},
+    "Qwen2": GQA,
+    "Qwen3": {**GQA, "head_dim": 16},
+    "Qwen3Moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 32},
+    "Gemma": {**GQA, "head_dim": 16},
+    "Gemma2": {**GQA, "head_dim": 16, "sliding_window": 8},
+    "Phi": {**SIZES, "intermediate_size": 64},
+    "Phi3": GQA,
+    "Mixtral": {**MOE, "num_local_experts": 4},
+    "GptOss": {**MOE, "num_local_experts": 4, "sliding_window": 8},
+    "GPTNeoX": {**SIZES, "intermediate_size": 64},
+    "OPT": {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100},
+    "GPTJ": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "rotary_dim": 8, "n_positions": 64},
+    "Cohere": GQA,
+}
+
+
+def small(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        **ARCHITECTURES[kind], eos_token_id=None, pad_token_id=0, bos_token_id=1
+    )
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(config).eval()
+
+
+FAST = {"Falcon", "DeepseekV3"}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.full) for k in ARCHITECTURES], ids=str
+)
+def test_other_architectures_write_what_eager_writes(kind):
+    model, (ids, mask) = small(kind), prompts()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    decoder = Decoder(model.to("tpu"), max_length=32, buckets=(8,))
+    assert torch.equal(decoder(ids, mask, max_new_tokens=16), want)
+    tpu_compile.reset_stats()
+    assert torch.equal(decoder(ids, mask, max_new_tokens=16), want)
+    assert tpu_compile.stats()["graphs"] == tpu_compile.stats()["fallback_ops"] == 0
+
+
+def test_a_model_with_another_kind_of_state_is_told():
+    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=100)
+    with pytest.raises(tpu_compile.BadCall, match="keeps a LinearAttentionLayer"):
+        Decoder(transformers.MambaForCausalLM(config).eval(), max_length=16)(prompts()[0], max_new_tokens=2)
+
+
 def test_drawn_tokens_follow_the_seed_and_sequences_end():
     model, (ids, mask) = llama(), prompts()
     decoder = Decoder(model, max_length=ROOM)
@@ -130,6 +189,41 @@ def test_generate_of_transformers_with_a_static_cache(device):
     assert torch.equal(generate().cpu(), want)
     stats = tpu_compile.stats()
     assert stats["graphs"] == stats["lowerings"] == stats["copied_arguments"] == 0 and stats["h2d_bytes"] < 1000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_and_a_decoder(kind):
+    torch.manual_seed(0)
+    sizes = {
+        "T5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        "Bart": {
+            **{"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "forced_eos_token_id": None},
+        },
+    }[kind]
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, vocab_size=100, eos_token_id=None, pad_token_id=0, bos_token_id=1, decoder_start_token_id=2
+    )
+    model, (ids, mask) = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval(), prompts()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="tpu", fullgraph=True)
+    given = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+    assert torch.equal(model.generate(ids, **given), want) and tpu_compile.stats()["graphs"] == 2
+    assert torch.equal(model.generate(ids, **given), want) and tpu_compile.stats()["graphs"] == 2
+
+
+def test_generate_of_transformers_compiles_for_the_device_by_itself():
+    """A window that slides is a number that changes: transformers asks for static sizes, unless it is told."""
+    model, (ids, mask) = llama(1, "Mistral", sliding_window=8), prompts()
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    model = model.to("tpu")
+    given = {
+        **{"attention_mask": mask.to("tpu"), "max_new_tokens": 12, "do_sample": False},
+        **{"cache_implementation": "static", "compile_config": transformers.CompileConfig(backend="tpu", mode=None)},
+    }
+    assert torch.equal(model.generate(ids.to("tpu"), **given).cpu(), want)
+    assert tpu_compile.stats()["graphs"] == 2  # before the window is full, and then
 
 
 def test_generate_of_transformers_with_our_loop():
