@@ -229,8 +229,23 @@ def test_device_functions():
     assert torch.get_device_module("tpu") is torch.tpu
 
 
+def test_torch_accelerator_knows_the_device():
+    assert torch.accelerator.current_accelerator() == torch.device("tpu") and torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 1 and torch.accelerator.current_device_index() == 0
+    torch.accelerator.set_device_index(0)
+    assert torch.accelerator.current_stream().device.type == torch.Stream(device="tpu").device.type == "tpu"
+
+
 def test_what_python_cannot_reach_is_an_error():
-    with pytest.raises(NotImplementedError):
+    """As README lists it: one day torch lets Python answer, and this test says so."""
+    with pytest.raises(NotImplementedError, match="getNewGenerator"):
         torch.Generator(device="tpu")
+    with pytest.raises(NotImplementedError, match="getPinnedMemoryAllocator"):
+        torch.empty(3, pin_memory=True)
+    with pytest.raises(RuntimeError, match="synchronizing all streams"):
+        torch.accelerator.synchronize()
+    for unreachable in (torch.accelerator.memory_allocated, torch.accelerator.empty_cache):
+        with pytest.raises(RuntimeError, match="not a DeviceAllocator"):
+            unreachable()
     with pytest.raises(RuntimeError, match="cannot be shared"):
         torch.ones(3, device="tpu").share_memory_()
