@@ -86,7 +86,7 @@ class Knob:
             if isinstance(value, str):
                 return self.parse(value)
             if self.kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-                return self.kind(value)
+                return self.parse(str(self.kind(value)))  # the range is checked there
             if isinstance(value, self.kind):
                 return value
             raise ValueError(f"expected {self.kind.__name__}, got {type(value).__name__}")

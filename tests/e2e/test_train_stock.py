@@ -139,5 +139,6 @@ def test_a_compiled_backward_computes_again_what_it_may_not_keep():
     assert by_budget[0] < 0.7 * kept, (by_budget[:2], kept, needed)
     for *_, gradient in (by_region, by_budget):
         torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-6)
-    with pytest.raises(tpu_compile.ConfigError), tpu_compile.override(activation_memory_budget="0"):
-        pass
+    for wrong in ("0", 0.0, 1.5, float("nan")):
+        with pytest.raises(tpu_compile.ConfigError), tpu_compile.override(activation_memory_budget=wrong):
+            pass

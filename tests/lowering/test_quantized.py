@@ -64,6 +64,37 @@ def test_a_dynamically_quantised_linear_is_an_int8_dot():
     assert (Dynamic(linear)(x) - linear(x)).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_dequantised_stay_int8_up_to_the_product(kind):
+    """As torchao does: the scale of each row of the weights after the product, or before it."""
+    torch.manual_seed(0)
+    x, w, scale = torch.randn(4, 8, 64, dtype=kind), int8(32, 64), (torch.rand(32, 1) / 128).to(kind)
+    tolerance = TOLERANCE[kind]
+
+    def after(x, w, scale):
+        return (x.flatten(0, 1) @ w.to(x.dtype).t()) * scale.t()
+
+    def before(x, w, scale):
+        return nn.functional.linear(x, w.to(scale.dtype) * scale)
+
+    for way in (after, before):
+        check(way, x, w, scale, pattern="(tensor<32x64xi8>) -> tensor<32x64x", rtol=tolerance[0], atol=tolerance[1])
+
+
+def test_activations_by_token_without_a_sign():
+    """torchao's way where activations are all above zero: bytes without a sign, and int8 weights."""
+    x, w = torch.randint(0, 256, (32, 64), dtype=torch.uint8), int8(64, 16)
+    check(torch._int_mm, x, w, pattern="(tensor<32x64xui8>, tensor<64x16xi8>) -> tensor<32x16xi32>")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_is_carried(kind):
+    torch.manual_seed(0)
+    x, w, scale = torch.randn(8, 64), torch.randn(32, 64).to(kind), torch.rand(32, 1)
+    check(lambda x, w, s: nn.functional.linear(x, w.to(x.dtype) * s), x, w, scale, rtol=1e-5, atol=1e-4)
+    check(lambda x, w, s: (x.to(kind).view(8, 2, 32).transpose(0, 1), w[:, :3])[0], x, w, scale)
+
+
 @pytest.mark.parametrize(
     ("by_row", "kind"),  # torch's own kernel gives bfloat16 only, with a scale a row
     [(False, torch.bfloat16), (False, torch.float32), (False, torch.float8_e4m3fn), (True, torch.bfloat16)],
