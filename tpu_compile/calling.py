@@ -22,7 +22,7 @@ from tpu_compile.stats import counters
 def draw_seed() -> torch.Tensor:
     """Two 64-bit words from torch's CPU generator: ``torch.manual_seed``, ``fork_rng`` and ``set_rng_state`` govern
     what comes next."""
-    return torch.empty(2, dtype=torch.int64).random_().view(torch.uint64)
+    return torch.empty(2, dtype=torch.int64, device="cpu").random_().view(torch.uint64)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ArgumentPlan:
             t = t.resolve_conj().resolve_neg()
         source = t
         if t.stride() != self.stride:
-            t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).copy_(t.detach())
+            t = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu").copy_(t.detach())
             counters["copied_arguments"] += 1
         buffer = self._share(t if self.order is None else t.permute(self.order))
         if self.keep and source is t:
@@ -109,7 +109,7 @@ class ResultPlan:
 
 def _restride(t: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """A copy of ``t`` in memory with the strides that eager's view of a larger tensor has."""
-    strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
     strided.as_strided([1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)], spec.stride).copy_(
         t[tuple(slice(0, 1) if s == 0 else slice(None) for s in spec.stride)]
     )
@@ -148,6 +148,9 @@ class CallPlan:
         if self._plain:
             return tensors
         return self._unwrap(arguments, tensors)
+
+    again = __call__
+    """Run it on the arguments of the last call: nothing is saved here by knowing that."""
 
     def _unwrap(self, arguments: Sequence[Any], tensors: list[torch.Tensor]) -> list[Any]:
         for check in self.program.checks:

@@ -191,6 +191,13 @@ class CompiledGraph:
         finally:
             arguments.clear()
 
+    def repeat(self, arguments: Sequence[Any], times: int) -> None:
+        """Call it ``times`` times on arguments that stay, and throw its results away. Nothing else may exchange them or
+        change their shapes meanwhile."""
+        plan = self._only or self._bound(arguments)
+        for turn in range(times):
+            (plan.again if turn else plan)(arguments)
+
     def prepare(self, arguments: Sequence[Any]) -> None:
         """Lower and compile for the sizes of ``arguments``, unless that is done."""
         self._bound(arguments)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 
@@ -115,8 +115,8 @@ class Cell:
 
     __slots__ = ("__weakref__", "buffer", "layout", "nbytes", "watchers")
 
-    watchers: WeakSet[Kept]
-    """Who keeps the buffer (WatchedCell)."""
+    watchers: tuple[ref[Kept], ...]
+    """Who keeps the buffer (of a WatchedCell)."""
 
     def __init__(self, layout: Layout, buffer: Any = None) -> None:
         self.layout, self.buffer = layout, buffer
@@ -144,12 +144,17 @@ _living: dict[int, ref[Cell]] = {}
 
 
 class Kept:
-    """Buffers that a plan keeps between calls. None as soon as a cell that they come from is written or dies."""
+    """Buffers that a plan keeps between calls. None as soon as a cell that they come from is written or dies.
 
-    __slots__ = ("__weakref__", "buffers")
+    ``distinct``: no buffer is there twice. ``alone``: the watchers of a cell that nobody else watches.
+    """
+
+    __slots__ = ("__weakref__", "alone", "buffers", "distinct")
 
     def __init__(self) -> None:
         self.buffers: list[Any] = []
+        self.distinct = False
+        self.alone = (ref(self),)
 
 
 class WatchedCell(Cell):
@@ -161,26 +166,46 @@ class WatchedCell(Cell):
         watchers = self.watchers
         object.__setattr__(self, "__class__", Cell)
         setattr(self, name, value)
-        for kept in watchers:
-            kept.buffers.clear()
+        _empty(watchers)
 
     def __del__(self) -> None:
-        for kept in self.watchers:
-            kept.buffers.clear()
+        _empty(self.watchers)
         super().__del__()
+
+
+def _empty(watchers: Sequence[ref[Kept]]) -> None:
+    for watcher in watchers:
+        kept = watcher()
+        if kept is not None:
+            kept.buffers.clear()
 
 
 def watch(cell: Cell, kept: Kept) -> None:
     """Have ``kept`` emptied at the next change of the cell."""
     if type(cell) is not WatchedCell:
-        cell.watchers = WeakSet()
+        cell.watchers = kept.alone
         cell.__class__ = WatchedCell
-    cell.watchers.add(kept)
+    elif not watched(cell, kept):
+        others = [watcher for watcher in cell.watchers if watcher() is not None]
+        _set_watchers(cell, (*others, *kept.alone) if others else kept.alone)
 
 
 def watched(cell: Cell, kept: Kept) -> bool:
-    """Whether the cell is what it was when ``kept`` began to watch it."""
-    return type(cell) is WatchedCell and kept in cell.watchers
+    """Whether the cell is what it was when ``kept`` began to watch it, or what ``rewrite`` made of it."""
+    return type(cell) is WatchedCell and (cell.watchers is kept.alone or kept.alone[0] in cell.watchers)
+
+
+def rewrite(cells: Sequence[Cell], buffers: Sequence[Any], kept: Kept) -> None:
+    """Write cells on behalf of ``kept``, which then is emptied only if somebody else watches one of them too."""
+    alone = kept.alone
+    for cell, buffer in zip(cells, buffers, strict=True):
+        if type(cell) is WatchedCell and cell.watchers is alone:
+            _set_buffer(cell, buffer)
+        else:
+            cell.buffer = buffer
+
+
+_set_buffer, _set_watchers = vars(Cell)["buffer"].__set__, vars(Cell)["watchers"].__set__
 
 
 def living_cells() -> list[Cell]:
