@@ -27,6 +27,7 @@ from tpu_compile.config import config
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import WhenNeeded
 from tpu_compile.lowering.picks import sum_picks
+from tpu_compile.lowering.program import dense_order
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
 from tpu_compile.lowering.recompute import asks_for_recomputation, recompute_late
 from tpu_compile.warm.autograd import Keeper
@@ -117,10 +118,35 @@ def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModu
     budget = min(config.activation_memory_budget, functorch_config.activation_memory_budget)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    _save_densely(forward, backward, kwargs["num_fwd_outputs"])
     if budget < 1 or asks_for_recomputation(joint):
         static = kwargs.get("static_lifetime_input_indices") or ()
         recompute_late(backward, {f"primals_{index + 1}" for index in static})
     return forward, backward
+
+
+def _save_densely(forward: GraphModule, backward: GraphModule, returned: int) -> None:
+    """Have what the forward saves for the backward fill its memory: as a view of something larger (a third of GPT-2's
+    queries, keys and values), which is not saved, it would be laid out with gaps by the one and without by the
+    other."""
+    output = forward.graph.output_node()
+    results, readers = list(output.args[0]), {n.name: n for n in backward.graph.find_nodes(op="placeholder")}  # type: ignore[arg-type]
+    for place, node in enumerate(results[returned:], returned):
+        reader = readers.get(getattr(node, "name", ""))
+        if reader is None or node.op == "placeholder" or not _has_gaps(node.meta.get("val")):
+            continue
+        with forward.graph.inserting_before(output):
+            results[place] = dense = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
+        dense.meta = {**node.meta, "val": node.meta["val"].clone()}
+        reader.meta["val"] = dense.meta["val"]
+    output.args = (tuple(results),)
+    forward.recompile()
+
+
+def _has_gaps(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in (*value.shape, *value.stride())):
+        return False
+    return dense_order(tuple(value.shape), value.stride()) is None
 
 
 def aot_graphs(
