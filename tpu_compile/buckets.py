@@ -10,13 +10,15 @@ and unpadded, and the two are compared. What was called, and how much of it was 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from tpu_compile.errors import BadCall, PaddingVisible
+from tpu_compile.errors import BadCall, ConfigError, PaddingVisible
 from tpu_compile.stats import shape_report
 from tpu_compile.tolerances import TOLERANCE
 
@@ -26,7 +28,7 @@ _SLACK = 4
 
 
 class Buckets:
-    """A function or module, compiled for a few sizes. Inference: it runs under ``no_grad``.
+    """A function or module, compiled for a few sizes. It runs under ``no_grad``, unless it is there to ``train``.
 
     Args:
         function: its tensor arguments have the batch on axis 0. Those with the first one's size on axis 1 have the
@@ -35,6 +37,9 @@ class Buckets:
         mask: the name of the argument that says which tokens are real; padded with 0, and made (int64 [batch,
             sequence]) where a call does not give it.
         pad_value: what fills the other arguments along the sequence. Rows that fill the batch repeat the first one.
+        pad_values: by name, what fills an argument along both: ``{"labels": -100}`` is what losses ignore.
+        side: "right", or "left" for prompts that a model continues.
+        train: keep gradients. The first padded call of a bucket is then compared in evaluation mode, eagerly.
         budget: how many sizes may be compiled. When they are used up, a call takes the least one that it fits into;
             one that fits none runs eagerly.
         options: as of ``torch.compile``.
@@ -48,10 +53,17 @@ class Buckets:
         sequence: Sequence[int] = (),
         mask: str | None = None,
         pad_value: int = 0,
+        pad_values: Mapping[str, float] | None = None,
+        side: str = "right",
+        train: bool = False,
         budget: int = 16,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self._function, self._mask, self._pad_value, self._budget = function, mask, pad_value, budget
+        if side not in ("left", "right"):
+            raise ConfigError(f'side={side!r}: expected "left" or "right"')
+        self._function, self._mask, self._budget = function, mask, budget
+        self._left, self._train = side == "left", train
+        self._fill = _Fill(pad_value, {mask or "": 0}, dict(pad_values or {}))
         self._buckets = sorted(batch), sorted(sequence)
         self._compiled = torch.compile(function, backend="tpu", options=options or {})
         self._cuts: dict[Any, list[dict[int, int]]] = {}
@@ -66,27 +78,65 @@ class Buckets:
             BadCall: no tensor argument has the axes that are padded.
             PaddingVisible: the padded result differs from the unpadded one.
         """
-        with torch.no_grad():
+        with nullcontext() if self._train else torch.no_grad():
             sizes = _sizes((args, kwargs), 2 if self._buckets[1] else 1)
             padded = self._choose(sizes)
             if padded is None:
                 self._report["eager"] += 1
                 return self._function(*args, **kwargs)
-            self._used.add(padded)
-            self._report[f"{padded[0]}x{padded[1]}" if self._buckets[1] else f"{padded[0]}"] += 1
-            self._report["elements"] += sizes[0] * sizes[1]
-            self._report["padded_elements"] += padded[0] * padded[1]
+            self._note(sizes, padded)
             given = self._masked(args, kwargs, sizes)
             if padded == sizes:
                 return self._compiled(*args, **given)
-            flat, tree = pytree.tree_flatten(self._padded_call(args, given, sizes, padded))
-            filled = padded, tuple([n != p for n, p in zip(sizes, padded, strict=True)])
+            more, named = self._filled(args, given, sizes, padded)
+            flat, tree = pytree.tree_flatten(self._compiled(*more, **named))
+            shapes = tuple([t.shape if isinstance(t, torch.Tensor) else None for t in flat])
+            filled = padded, tuple([n != p for n, p in zip(sizes, padded, strict=True)]), shapes
             if filled not in self._cuts:
                 self._report["checked"] += 1
-                expected = pytree.tree_leaves(self._function(*args, **kwargs))
-                self._cuts[filled] = _checked(flat, expected, sizes, padded)
+                got = self._eagerly(more, named) if self._train else flat
+                self._cuts[filled] = _checked(got, self._eagerly(args, kwargs), sizes, padded, self._left)
             cuts = self._cuts[filled]
-            return pytree.tree_unflatten([_cut(t, cut, sizes) for t, cut in zip(flat, cuts, strict=True)], tree)
+            whole = [_cut(t, cut, sizes, self._left) for t, cut in zip(flat, cuts, strict=True)]
+            return pytree.tree_unflatten(whole, tree)
+
+    def pad(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as a bucket's program takes them, its mask among them, for a step of your own
+        (``train_step``). Whether padding shows there is not looked at.
+
+        Raises:
+            BadCall: no tensor argument has the axes that are padded, or the budget is used up.
+        """
+        sizes = _sizes((args, kwargs), 2 if self._buckets[1] else 1)
+        padded = self._choose(sizes)
+        if padded is None:
+            raise BadCall(
+                f"sizes {sizes} fit none of the {self._budget} that the budget allows: raise it, or add a bucket.",
+                "RESOURCE_EXHAUSTED",
+            )
+        self._note(sizes, padded)
+        return self._filled(args, self._masked(args, kwargs, sizes), sizes, padded)
+
+    def _note(self, sizes: _Sizes, padded: _Sizes) -> None:
+        self._used.add(padded)
+        self._report[f"{padded[0]}x{padded[1]}" if self._buckets[1] else f"{padded[0]}"] += 1
+        self._report["elements"] += sizes[0] * sizes[1]
+        self._report["padded_elements"] += padded[0] * padded[1]
+
+    def _eagerly(self, args: Any, kwargs: Any) -> list[Any]:
+        """The results, uncompiled and without gradients. Where we train, in evaluation mode: without draws."""
+        module = self._function if isinstance(self._function, torch.nn.Module) else torch.nn.Module()
+        training = [m for m in module.modules() if m.training and self._train]
+        if any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in training):
+            raise PaddingVisible("a batch norm that trains takes its statistics from padded places too: do not pad.")
+        try:
+            for m in training:
+                m.training = False
+            with torch.no_grad():
+                return pytree.tree_leaves(self._function(*args, **kwargs))
+        finally:
+            for m in training:
+                m.training = True
 
     def _choose(self, sizes: _Sizes) -> _Sizes | None:
         up = [next((b for b in buckets if b >= size), size) for buckets, size in zip(self._buckets, sizes, strict=True)]
@@ -107,14 +157,28 @@ class Buckets:
         first = _tensors((args, kwargs))[0]
         return {**kwargs, self._mask: torch.ones(sizes, dtype=torch.int64, device=first.device)}
 
-    def _padded_call(self, args: Any, kwargs: dict[str, Any], sizes: _Sizes, padded: _Sizes) -> Any:
-        mask = kwargs.get(self._mask or "")
+    def _filled(
+        self, args: Any, kwargs: dict[str, Any], sizes: _Sizes, padded: _Sizes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments at a bucket's size."""
 
-        def pad(value: Any) -> Any:
-            return _pad(value, sizes, padded, 0 if value is mask else self._pad_value)
+        def fill(name: str, value: Any) -> Any:
+            by_row, along = self._fill.rows.get(name), self._fill.of(name)
+            return pytree.tree_map(lambda leaf: _pad(leaf, sizes, padded, along, by_row, self._left), value)
 
-        args, kwargs = pytree.tree_map(pad, (args, kwargs))
-        return self._compiled(*args, **kwargs)
+        return tuple([fill("", a) for a in args]), {name: fill(name, value) for name, value in kwargs.items()}
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """What fills arguments: in general, along the sequence by name, along sequence and batch by name."""
+
+    general: float
+    sequence: Mapping[str, float]
+    rows: Mapping[str, float]
+
+    def of(self, name: str) -> float:
+        return self.rows.get(name, self.sequence.get(name, self.general) if name else self.general)
 
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
@@ -129,24 +193,27 @@ def _sizes(arguments: Any, axes: int) -> _Sizes:
     return first.shape[0], first.shape[1] if axes == 2 else 1
 
 
-def _pad(value: Any, sizes: _Sizes, padded: _Sizes, fill: int) -> Any:
+def _pad(value: Any, sizes: _Sizes, padded: _Sizes, fill: float, by_row: float | None, left: bool) -> Any:
     if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != sizes[0]:
         return value
     extra = padded[1] - sizes[1]
     if extra and value.dim() > 1 and value.shape[1] == sizes[1]:
-        tail = value.new_full((sizes[0], extra, *value.shape[2:]), fill)
-        value = torch.cat([value, tail], 1)
+        more = value.new_full((sizes[0], extra, *value.shape[2:]), fill)
+        value = torch.cat([more, value] if left else [value, more], 1)
     rows = padded[0] - sizes[0]
-    return torch.cat([value, value[:1].expand(rows, *value.shape[1:])]) if rows else value
+    if not rows:
+        return value
+    first = value[:1] if by_row is None else torch.full_like(value[:1], by_row)
+    return torch.cat([value, first.expand(rows, *value.shape[1:])])
 
 
-def _checked(got: list[Any], wanted: list[Any], sizes: _Sizes, padded: _Sizes) -> list[dict[int, int]]:
+def _checked(got: list[Any], wanted: list[Any], sizes: _Sizes, padded: _Sizes, left: bool) -> list[dict[int, int]]:
     """For each result, the axes that were padded and whether with the batch (0) or the sequence (1); the results
     without the padding are those wanted."""
     cuts = []
     for number, (ours, eager) in enumerate(zip(got, wanted, strict=True)):
         cut = _axes(number, ours, eager, sizes, padded)
-        _compare(number, _cut(ours, cut, sizes), eager)
+        _compare(number, _cut(ours, cut, sizes, left), eager)
         cuts.append(cut)
     return cuts
 
@@ -167,9 +234,10 @@ def _axes(number: int, got: Any, wanted: Any, sizes: _Sizes, padded: _Sizes) -> 
     return cut
 
 
-def _cut(value: Any, cut: dict[int, int], sizes: _Sizes) -> Any:
+def _cut(value: Any, cut: dict[int, int], sizes: _Sizes, left: bool) -> Any:
     for axis, kind in cut.items():
-        value = value.narrow(axis, 0, sizes[kind])
+        start = value.shape[axis] - sizes[1] if kind and left else 0
+        value = value.narrow(axis, start, sizes[kind])
     return value
 
 

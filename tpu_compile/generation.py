@@ -270,7 +270,7 @@ def static_cache(model: Any, batch: int, length: int) -> Any:
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
-    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+    cache: Any = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
     cache.layers = [StaticLayer(length) if _slides(layer) else layer for layer in cache.layers]
     for layer, pair in zip(cache.layers, _keys_and_values(model), strict=True):
         # no places: only the other sizes, dtype and device count
@@ -285,7 +285,7 @@ def _keys_and_values(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     device = next(model.parameters()).device
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         token = torch.zeros(1, 1, dtype=torch.int64, device=device)
