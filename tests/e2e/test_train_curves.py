@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 import tpu_compile
 
 FAST = 20
-ORDERS = 5
+ORDERS = 3
 STEPS = 200
 OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, lr=0.05),

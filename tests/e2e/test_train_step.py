@@ -182,6 +182,55 @@ def test_autocast_keeps_float32_weights():
     assert "bf16[24, 32]" in text and "f32[32, 16]" in text
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_weights_are_rounded_once_a_step(device):
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5)).bfloat16()
+    ours = copy.deepcopy(host).to(device)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, host))
+    step = train_step(ours, F.cross_entropy, optimizer)
+    for _ in range(3):
+        x, y = batch()
+        loss = step(x.bfloat16().to(device), y.to(device))
+        assert loss.item() == pytest.approx(eager_step(host, other, x.bfloat16(), y), abs=2e-2)
+    assert {t.dtype for t in (*ours.parameters(), loss)} == {torch.bfloat16}
+    same(ours, host, 2e-2)
+
+
+class Masters:
+    """bfloat16 weights of a float32 model, as stock torch keeps them: the optimizer steps the masters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.masters = model, [p.detach().float().requires_grad_() for p in model.parameters()]
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for p, master in zip(self.model.parameters(), self.masters, strict=True):
+                p.copy_(master)
+
+
+def test_master_weights_of_a_bfloat16_model():
+    """Gradients by one compiled program, a compiled step of the masters, and weights that are their roundings."""
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5)).bfloat16()
+    pairs = [Masters(m) for m in (copy.deepcopy(host), host)]
+    optimizers = [torch.optim.AdamW(pair.masters, lr=1e-3) for pair in pairs]
+    forward = torch.compile(pairs[0].model, backend="tpu", fullgraph=True)
+    steps = torch.compile(optimizers[0].step, backend="tpu"), optimizers[1].step
+    for _ in range(3):
+        x, y = batch()
+        for call, pair, step in zip((forward, host), pairs, steps, strict=True):
+            pair.model.zero_grad()
+            F.cross_entropy(call(x.bfloat16()).float(), y).backward()
+            for p, master in zip(pair.model.parameters(), pair.masters, strict=True):
+                master.grad = p.grad.float()
+            step()
+            pair.write()
+    for got, want in zip(pairs[0].masters, pairs[1].masters, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
 def test_state_is_loaded_and_saved_at_any_time():
     ours, optimizer, *_ = pair("tpu")
     x, y = (t.to("tpu") for t in batch())

@@ -52,6 +52,30 @@ def test_forward_backward_and_optimizer_are_one_execution_each():
     close(model, host)
 
 
+def test_a_plain_loop_on_the_device_is_three_executions_a_step():
+    host = net()
+    model = copy.deepcopy(host).to("tpu")
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, host))
+    loss_of = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend="tpu")
+    update = torch.compile(optimizer.step, backend="tpu")
+    batches = [batch() for _ in range(4)]
+    moved = [tuple(t.to("tpu") for t in each) for each in batches]
+    one = torch.ones((), device="tpu")
+    for number, ((x, y), (ours, targets)) in enumerate(zip(batches, moved, strict=True)):
+        if number == 1:
+            tpu_compile.reset_stats()
+        optimizer.zero_grad()
+        loss_of(ours, targets).backward(one)
+        update()
+        other.zero_grad()
+        F.cross_entropy(host(x), y).backward()
+        other.step()
+    stats = tpu_compile.stats()
+    assert stats["executions"] == 3 * 3 and stats["lowerings"] == stats["xla_compiles"] == 0, stats["executions"]
+    assert stats["fallback_ops"] == stats["copied_arguments"] == 0
+    close(model, host)
+
+
 def test_a_schedule_that_recompiles_is_told_how_not_to():
     def train(lr):
         model = nn.Linear(4, 4)
