@@ -180,6 +180,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.pid, self.resident = os.getpid(), 0
+        self._written = 0  # what the log held when the last request had been answered
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         # Its own session: Ctrl-C is for the user's process, which then ends the worker. -P: the user's folder may
         # hold a file called like a module of ours.
@@ -191,19 +192,20 @@ class _Worker:
 
     def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
         assert self._process.stdin and self._process.stdout
-        written = os.fstat(self._log.fileno()).st_size
         try:
             send(self._process.stdin, header, payload)
-            return receive(self._process.stdout)
+            reply = receive(self._process.stdout)
+            self._written = os.fstat(self._log.fileno()).st_size
+            return reply
         except (BrokenPipeError, EOFError):
-            self._crashed(doing, written)
+            self._crashed(doing)
         except BaseException:
             self._stop()  # an interrupted conversation cannot be taken up again
             raise
 
-    def _crashed(self, doing: str, written: int) -> NoReturn:
+    def _crashed(self, doing: str) -> NoReturn:
         code = self._process.wait()
-        self._log.seek(written)
+        self._log.seek(self._written)
         tail = _telling(self._log.read().decode(errors="replace").strip())
         self._stop()
         what = f"libtpu ended its process ({_describe(code)}) while {doing}"

@@ -10,6 +10,8 @@ import os
 import re
 import resource
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
@@ -123,6 +125,13 @@ def serve(incoming: IO[bytes], outgoing: IO[bytes]) -> None:
         send(outgoing, reply, data)
 
 
+def _end_with(parent: int) -> None:
+    """End when the process that asked is gone, also in the middle of a compile, which nobody waits for then."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
     # Read when jaxlib and libtpu are loaded. Without the first three libtpu asks the cloud's metadata server who it is,
     # and hangs or aborts; without the fourth a machine-wide lock refuses a second process. They are for compile-only
@@ -134,6 +143,7 @@ if __name__ == "__main__":
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         TF_CPP_MIN_LOG_LEVEL="1",
     )
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # Native code prints to file descriptor 1: the answers go to a copy of it, and prints to the log.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

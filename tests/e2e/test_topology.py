@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -260,6 +261,25 @@ def test_a_process_loads_neither_torch_nor_libtpu_and_leaves_nothing_behind(run_
     )
     assert done.stderr == ""
     assert not Path(f"/proc/{int(done.stdout)}").exists()
+
+
+def test_a_worker_ends_with_a_process_that_is_killed_in_the_middle_of_a_compile(run_python: RunPython) -> None:
+    done = run_python(
+        f"""
+    import os, signal, threading
+    from tpu_compile.runtime import CompileOptions
+    from tpu_compile.runtime import topology as module
+    target = module.topology("v5e:2x2")
+    print(module._workers._idle[0]._process.pid, flush=True)
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    target.compile({matmul(1024, "f64")!r}, "half a minute", CompileOptions())
+    """,
+        check=False,
+    )
+    worker, end = Path(f"/proc/{int(done.stdout)}"), time.monotonic() + 15
+    while worker.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert done.returncode == -signal.SIGKILL and not worker.exists()
 
 
 def test_two_processes_compile_at_once(run_python: RunPython) -> None:
