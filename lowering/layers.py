@@ -5,7 +5,8 @@ with a period. What a turn reads is inside the layer, made by the turn before (c
 for each (parameters, saved activations). The last kind is stacked at the beginning of the program: a second copy
 while it runs. (A case that picks a turn's own would copy one layer at a time, but XLA compiles a copy for each
 branch: with 48 layers that takes as long as they do.) Results that are needed of every layer are collected in a
-stacked buffer.
+stacked buffer; where another loop of the program reads them, in this order or the other way round, it takes the buffer
+as it is: a training step's backward, from its forward.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ TURNS = 3
 NODES = 8
 """A layer has at least so many."""
 KEPT = 6
-"""For each result that is needed of every layer, a layer has at least so many nodes: taking those results apart again
-is compiled for each layer, and many of them take longer than the layers would."""
+"""For each result that is needed of every layer, and not by a loop, a layer has at least so many nodes: taking those
+results apart again is compiled for each layer, and many of them take longer than the layers would."""
 _CANDIDATES = 24
 _WRITES = torch.ops.aten.copy_.default
 
@@ -61,6 +62,28 @@ class Loop:
     kept: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
 
+    def run_of(self, nodes: Sequence[Node]) -> tuple[int, int, bool] | None:
+        """(position among ``kept``, first layer, whether backwards) if ``nodes`` are one kept result of layers in a
+        row."""
+        place = self._places.get(nodes[0])
+        for step in (1, -1) if place else ():
+            assert place is not None
+            rank, first = place
+            if all(self._places.get(n) == (rank, first + step * k) for k, n in enumerate(nodes)):
+                return rank, min(first, first + step * (len(nodes) - 1)), step < 0
+        return None
+
+    @functools.cached_property
+    def _places(self) -> dict[Node, tuple[int, int]]:
+        return {layer[q]: (rank, k) for rank, q in enumerate(self.kept) for k, layer in enumerate(self.turns)}
+
+    def apart(self, loops: Sequence[Loop]) -> set[Node]:
+        """The kept results that something reads one at a time, and not as a row of ``loops``."""
+        inside = {node for loop in loops for layer in loop.turns for node in layer}
+        odd = {n for loop in loops for n in (*loop.initial, *loop.shared)}
+        odd.update(n for loop in loops for nodes in loop.each if self.run_of(nodes) is None for n in nodes)
+        return {n for n in self._places if n in odd or any(user not in inside for user in n.users)}
+
 
 class Walk(Protocol):
     """What a loop needs of the graph walk."""
@@ -81,7 +104,19 @@ def find(graph_module: GraphModule) -> list[Loop]:
     """The loops of a graph, in its order; none overlap."""
     nodes = [n for n in graph_module.graph.nodes if n.op == "call_function" and not standing_alone(n)]
     letters = [_letter(n) for n in nodes]
-    return list(_loops(graph_module, nodes, letters))
+    together = list(_loops(graph_module, nodes, letters, alone=False))
+    while unpaid := [loop for loop in together if not _pays(loop, together)]:
+        together.remove(unpaid[0])
+    return max(together, list(_loops(graph_module, nodes, letters, alone=True)), key=_spared)
+
+
+def _pays(loop: Loop, loops: Sequence[Loop]) -> bool:
+    return len(loop.apart(loops)) * KEPT <= _spared([loop]) + len(loop.turns[0])
+
+
+def _spared(loops: Sequence[Loop]) -> int:
+    """Nodes that are not compiled."""
+    return sum((len(loop.turns) - 1) * len(loop.turns[0]) for loop in loops)
 
 
 def standing_alone(node: Node) -> bool:
@@ -89,16 +124,17 @@ def standing_alone(node: Node) -> bool:
     return node.op == "get_attr" or node.target is rng_key
 
 
-def _loops(graph_module: GraphModule, nodes: list[Node], letters: list[int]) -> Iterator[Loop]:
+def _loops(graph_module: GraphModule, nodes: list[Node], letters: list[int], *, alone: bool) -> Iterator[Loop]:
+    """``alone``: each has to pay off whatever reads its results."""
     if len(nodes) < TURNS * NODES:
         return
     for start, period, turns in _stretches(letters):
         loop = _as_loop(graph_module, nodes, start, period, turns)
-        if loop:
+        if loop and (not alone or len(loop.kept) * KEPT <= period):
             end = start + period * len(loop.turns)
-            yield from _loops(graph_module, nodes[:start], letters[:start])
+            yield from _loops(graph_module, nodes[:start], letters[:start], alone=alone)
             yield loop
-            yield from _loops(graph_module, nodes[end:], letters[end:])
+            yield from _loops(graph_module, nodes[end:], letters[end:], alone=alone)
             return
 
 
@@ -171,7 +207,7 @@ def _as_loop(graph_module: GraphModule, nodes: list[Node], start: int, period: i
         args, kwargs = map_arg((node.args, node.kwargs), lambda _, supply=supply: next(supply))  # type: ignore[misc]
         copies[q] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[q].meta = dict(node.meta)
-    if not _outside(loop, place) or len(loop.kept) * KEPT > period:
+    if not _outside(loop, place):
         return None
     _finish(loop, inputs, copies)
     return loop
@@ -244,7 +280,11 @@ def _finish(loop: Loop, inputs: dict[Any, Node], copies: dict[int, Node]) -> Non
 # ---- lowering them
 
 
-def lower(walk: Walk, loop: Loop, alone: Sequence[Node]) -> None:
+Stacks = dict[int, list[Value]]
+"""The stacked results of the loops that were lowered, by their place among the graph's loops."""
+
+
+def lower(walk: Walk, loop: Loop, alone: Sequence[Node], loops: Sequence[Loop], done: Stacks) -> None:
     """Emit the loop where we stand, and note the values of its nodes that are read outside.
 
     ``alone``: nodes between the layers that stand alone; they are made first.
@@ -254,7 +294,7 @@ def lower(walk: Walk, loop: Loop, alone: Sequence[Node]) -> None:
             walk.visit(node)
     env, turns = walk.env, len(loop.turns)
     carries, shared = [env[n] for n in loop.initial], [env[n] for n in loop.shared]
-    stacks = [hlo.concatenate([hlo.unsqueeze(env[n], 0) for n in nodes], 0) for nodes in loop.each]
+    stacks = [_stacked(walk, nodes, loops, done) for nodes in loop.each]
     state = [hlo.scalar(0, torch.int32), *carries, *_buffers(walk, loop)]
 
     def condition(i: Value, *_: Value) -> Value:
@@ -269,10 +309,24 @@ def lower(walk: Walk, loop: Loop, alone: Sequence[Node]) -> None:
         return [following, *results[: len(carries)], *kept, *rest[len(loop.kept) :]]
 
     results = hlo.while_(state, condition, body)[1 + len(carries) :]
+    done[loops.index(loop)] = results[: len(loop.kept)]
+    apart = loop.apart(loops)
     for q, stacked in zip(loop.kept, results, strict=False):
         for k, layer in enumerate(loop.turns):
-            env[layer[q]] = hlo.squeeze(hlo.slice_axis(stacked, 0, k, k + 1), [0])
+            if layer[q] in apart:
+                env[layer[q]] = hlo.squeeze(hlo.slice_axis(stacked, 0, k, k + 1), [0])
     env.update(zip([loop.turns[-1][q] for q in loop.last], results[len(loop.kept) :], strict=True))
+
+
+def _stacked(walk: Walk, nodes: Sequence[Node], loops: Sequence[Loop], done: Stacks) -> Value:
+    """What each layer has of its own, one after another: another loop's results as they lie, else put together."""
+    for index, results in done.items():
+        found = loops[index].run_of(nodes)
+        if found:
+            rank, first, backwards = found
+            row = hlo.slice_axis(results[rank], 0, first, first + len(nodes))
+            return hlo.reverse(row, [0]) if backwards else row
+    return hlo.concatenate([hlo.unsqueeze(walk.env[n], 0) for n in nodes], 0)
 
 
 def _buffers(walk: Walk, loop: Loop) -> list[Value]:
@@ -301,6 +355,7 @@ class Loops:
         found = find(graph_module)
         if not found:
             _say_none(name)
+        self._loops, self._done = found, Stacks()
         self._first = {loop.turns[0][0]: loop for loop in found}
         self._inside = {node for loop in found for layer in loop.turns for node in layer}
         self._alone = [n for n in graph_module.graph.nodes if standing_alone(n)]
@@ -312,7 +367,7 @@ class Loops:
         """Whether the node belongs to a loop; lowers the loop at its first node."""
         loop = self._first.get(node)
         if loop:
-            lower(walk, loop, self._alone)
+            lower(walk, loop, self._alone, self._loops, self._done)
         return node in self._inside or node in walk.env
 
 

@@ -83,6 +83,29 @@ def test_gradients_are_the_same_through_a_loop():
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
+def test_a_training_step_is_a_loop_forward_and_one_backward():
+    """The backward's loop reads what the forward's loop keeps, as it lies: nothing is taken apart for each layer."""
+    x, scale = inputs()
+    lines = []
+    for depth in (4, 8):
+        torch.manual_seed(0)
+        ours, host = Stack(depth), Stack(depth)
+        host.load_state_dict(ours.state_dict())
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, host)]
+        step = tpu_compile.train_step(ours, torch.sum, optimizers[0])
+        with tpu_compile.override(scan_layers=True):
+            text = step.trace((x, scale)).lower().as_text()
+            loss = step((x, scale))
+        want = host(x, scale).sum()
+        want.backward()
+        torch.testing.assert_close(loss, want.detach())
+        optimizers[1].step()
+        torch.testing.assert_close(ours.state_dict(), host.state_dict(), rtol=1e-4, atol=1e-5)
+        assert text.count("stablehlo.while") == 2
+        lines.append(text.count("dot_general"))
+    assert lines[0] == lines[1]
+
+
 def test_each_layer_draws_the_numbers_it_draws_without_a_loop():
     model, args = Stack(4, 0.5).train(), inputs()
     results = []
