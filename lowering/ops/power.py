@@ -26,10 +26,14 @@ def pow_scalar(ctx: LoweringContext, x: Value, exponent: Any) -> Value:
         return integer_power(hlo.convert(x, out.dtype), int(exponent))
     kind = dtypes.opmath(out.dtype)
     base = hlo.convert(x, kind)
-    known = _known_power(base, exponent)
+    known = None if out.dtype == torch.float16 and exponent in ROOTS else _known_power(base, exponent)
     if known is None:
         known = power(base, operand(exponent, kind, out.shape, out.dtype))
     return hlo.convert(known, out.dtype)
+
+
+ROOTS = (0.5, -0.5)
+"""Roots of -inf: NaN, but in float16, where torch's own kernel asks ``pow``, infinity."""
 
 
 def _known_power(x: Value, exponent: Any) -> Value | None:
@@ -40,7 +44,7 @@ def _known_power(x: Value, exponent: Any) -> Value | None:
         return integer_power(x, int(exponent.real))
     if exponent in (-1, -2):
         return stablehlo.divide(one, integer_power(x, -int(exponent.real)))
-    if exponent in (0.5, -0.5):
+    if exponent in ROOTS:
         root = complex_sqrt(x) if hlo.dtype(x).is_complex else stablehlo.sqrt(x)
         return root if exponent == 0.5 else stablehlo.divide(one, root)
     return None

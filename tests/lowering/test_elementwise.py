@@ -114,6 +114,17 @@ def test_integer_powers_wrap(dtype: torch.dtype) -> None:
     assert_same(compiled(fn, x, y), fn(x, y))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_roots_of_what_has_none(dtype: torch.dtype) -> None:
+    """Of -inf a NaN, and in float16 infinity: torch has a root of its own for all floats but that one."""
+    x = torch.tensor([-math.inf, -4.0, -0.0, 0.0, 2.25, math.inf, math.nan], dtype=dtype)
+
+    def roots(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x**0.5, x**-0.5]
+
+    assert_same(compiled(roots, x), roots(x))
+
+
 def test_logarithms_of_whole_powers_are_whole() -> None:
     for dtype in (torch.float32, torch.float64):
         twos, tens = (
