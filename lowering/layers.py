@@ -107,16 +107,11 @@ def find(graph_module: GraphModule) -> list[Loop]:
     together = list(_loops(graph_module, nodes, letters, alone=False))
     while unpaid := [loop for loop in together if not _pays(loop, together)]:
         together.remove(unpaid[0])
-    return max(together, list(_loops(graph_module, nodes, letters, alone=True)), key=_spared)
+    return together or list(_loops(graph_module, nodes, letters, alone=True))
 
 
 def _pays(loop: Loop, loops: Sequence[Loop]) -> bool:
-    return len(loop.apart(loops)) * KEPT <= _spared([loop]) + len(loop.turns[0])
-
-
-def _spared(loops: Sequence[Loop]) -> int:
-    """Nodes that are not compiled."""
-    return sum((len(loop.turns) - 1) * len(loop.turns[0]) for loop in loops)
+    return len(loop.apart(loops)) * KEPT <= sum(map(len, loop.turns))
 
 
 def standing_alone(node: Node) -> bool:
