@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import dispatch, eager, report, sections, train
+from benchmarks import dispatch, eager, report, sections
 from rich.console import Console
 
 import tpu_compile
@@ -24,6 +24,8 @@ PARTS = (
     *("import", "calls", "dispatch", "eager", *sections.NETWORKS, *sections.TRAINING),
     *("decode", "lowering", "first-call", "restart"),
 )
+SLOW = ("train-gpt2-small",)
+"""Minutes and gigabytes: measured only if it is asked for."""
 
 
 def chosen(text: str) -> tuple[str, ...]:
@@ -35,7 +37,9 @@ def chosen(text: str) -> tuple[str, ...]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=chosen, default=PARTS, metavar="PARTS", help=f"of {','.join(PARTS)}")
+    usual = tuple(part for part in PARTS if part not in SLOW)
+    parts = f"of {','.join(PARTS)}; all but {','.join(SLOW)}"
+    parser.add_argument("--only", type=chosen, default=usual, metavar="PARTS", help=parts)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; noisier")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number there")
     parser.add_argument("--peer-python", metavar="PATH", help="an interpreter that has torch_xla")
@@ -58,7 +62,7 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
             yield sections.steady(name, settings)
     for part, name in sections.TRAINING.items():
         if part in parts:
-            yield train.rows(name, settings.rounds, settings.seconds)
+            yield sections.training(name, settings)
     if "decode" in parts:
         yield sections.decoding(settings)
     if "lowering" in parts:
@@ -71,14 +75,15 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
 
 def main() -> int:
     given = arguments()
-    settings = sections.Settings(rounds=5, seconds=0.2) if given.quick else sections.Settings(rounds=15, seconds=0.5)
+    settings = sections.QUICK if given.quick else sections.Settings(rounds=15, seconds=0.5)
     console, rows, skipped = Console(), [], []
     with tempfile.TemporaryDirectory(prefix="tpu-compile-bench-") as cache, tpu_compile.override(cache_dir=cache):
         for part in measured(given.only, settings, given.quick):
             rows += part
             report.show(console, part, rows)
     if given.peer_python:
-        names = ["mlp" if part == "calls" else part for part in given.only if part in ("calls", *sections.NETWORKS)]
+        known = ("calls", *sections.NETWORKS, *sections.TRAINING)
+        names = ["mlp" if part == "calls" else part for part in given.only if part in known]
         others, why_not = sections.peer(given.peer_python, settings, names)
         rows += others
         report.show(console, others, rows)

@@ -1,4 +1,4 @@
-"""Greedy decoding of a small Llama, token by token: ours against a loop over a jitted step of the same network in JAX.
+"""Greedy decoding of two Llamas, token by token: ours against a loop over a jitted step of the same network in JAX.
 
 Both read the prompt with one program and make each token with one execution, whose cache is donated.
 """
@@ -6,6 +6,7 @@ Both read the prompt with one program and make each token with one execution, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +18,39 @@ from jax import Array, lax
 from benchmarks.jax_models import Params, linear, rms_norm
 from benchmarks.timing import in_turn
 
-LAYERS, HEADS, HIDDEN, VOCABULARY = 8, 8, 512, 8000
 PROMPT, ROOM = 32, 256
 Cache = list[tuple[Array, Array]]
 
 
-def llama() -> transformers.LlamaForCausalLM:
-    """8 layers, hidden 512, 33 million parameters."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        intermediate_size=1376,
-        vocab_size=VOCABULARY,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+@dataclass(frozen=True)
+class Network:
+    """A Llama's size."""
+
+    layers: int
+    heads: int
+    hidden: int
+    inner: int
+    vocabulary: int
+
+    def build(self) -> transformers.LlamaForCausalLM:
+        """The model, with random weights."""
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            intermediate_size=self.inner,
+            vocab_size=self.vocabulary,
+        )
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+NETWORKS = {
+    "llama": Network(layers=8, heads=8, hidden=512, inner=1376, vocabulary=8000),
+    "small llama": Network(layers=4, heads=4, hidden=128, inner=344, vocabulary=1000),
+}
+"""33 million parameters, and 1 million: there a token takes half a millisecond, and the call counts."""
 
 
 def rotate(x: Array, places: Array) -> Array:
@@ -60,7 +77,8 @@ def step(p: Params, cache: Cache, ids: Array, start: Array, made: Array) -> tupl
     for i, (keys, values) in enumerate(cache):
         at = f"model.layers.{i}"
         y = rms_norm(p, f"{at}.input_layernorm", x)
-        q, k, v = (linear(p, f"{at}.self_attn.{n}_proj", y).reshape(*y.shape[:2], HEADS, -1) for n in "qkv")
+        heads = keys.shape[1]
+        q, k, v = (linear(p, f"{at}.self_attn.{n}_proj", y).reshape(*y.shape[:2], heads, -1) for n in "qkv")
         zero = jnp.zeros_like(start)
         keys = lax.dynamic_update_slice(keys, rotate(k, places).transpose(0, 2, 1, 3), (zero, zero, start, zero))
         values = lax.dynamic_update_slice(values, v.transpose(0, 2, 1, 3), (zero, zero, start, zero))
@@ -76,15 +94,15 @@ def step(p: Params, cache: Cache, ids: Array, start: Array, made: Array) -> tupl
     return new, token, place, made
 
 
-def on_jax(model: torch.nn.Module, ids: torch.Tensor, count: int) -> Callable[[], np.ndarray]:
+def on_jax(network: Network, model: torch.nn.Module, ids: torch.Tensor, count: int) -> Callable[[], np.ndarray]:
     """A call that decodes ``count`` tokens: int32 [batch, count]."""
     parameters = {name: jnp.asarray(value.detach().numpy()) for name, value in model.state_dict().items()}
     jitted = jax.jit(step, donate_argnums=(1, 4))
     prompt, batch = jnp.asarray(ids.numpy().astype(np.int32)), ids.shape[0]
 
     def call() -> np.ndarray:
-        shape = (batch, HEADS, ROOM, HIDDEN // HEADS)
-        cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(LAYERS)]
+        shape = (batch, network.heads, ROOM, network.hidden // network.heads)
+        cache = [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(network.layers)]
         token, place, made = prompt, jnp.int32(0), jnp.zeros((batch, ROOM), jnp.int32)
         for _ in range(count):
             cache, token, place, made = jitted(parameters, cache, token, place, made)
@@ -101,18 +119,19 @@ def on_tpu(model: torch.nn.Module, ids: torch.Tensor, count: int) -> Callable[[]
     return lambda: decoder(ids, max_new_tokens=count)[:, PROMPT:].numpy()
 
 
-def contenders(count: int, batch: int = 1) -> dict[str, Callable[[], np.ndarray]]:
+def contenders(name: str, count: int, batch: int = 1) -> dict[str, Callable[[], np.ndarray]]:
     """Both, checked to make the same tokens."""
-    model = llama()
-    ids = torch.randint(5, VOCABULARY, (batch, PROMPT))
-    calls = {"jax": on_jax(model, ids, count), "tpu": on_tpu(model, ids, count)}
-    tokens = {name: call() for name, call in calls.items()}
+    network = NETWORKS[name]
+    model = network.build()
+    ids = torch.randint(5, network.vocabulary, (batch, PROMPT))
+    calls = {"jax": on_jax(network, model, ids, count), "tpu": on_tpu(model, ids, count)}
+    tokens = {system: call() for system, call in calls.items()}
     if not np.array_equal(tokens["jax"], tokens["tpu"]):
-        raise SystemExit("decoding differs from JAX's: a fast wrong answer is not a time")
+        raise SystemExit(f"decoding {name} differs from JAX's: a fast wrong answer is not a time")
     return calls
 
 
-def seconds_a_token(count: int, rounds: int, batch: int = 1) -> dict[str, float]:
+def seconds_a_token(name: str, count: int, rounds: int) -> dict[str, float]:
     """Seconds a token for each contender, taking turns."""
-    times = in_turn(contenders(count, batch), rounds, 0.0)
-    return {name: value / count for name, value in times.items()}
+    times = in_turn(contenders(name, count), rounds, 0.0)
+    return {system: value / count for system, value in times.items()}

@@ -19,7 +19,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from benchmarks import torch_models
+from benchmarks import torch_models, torch_training
 from benchmarks.timing import Call, in_turn
 
 
@@ -38,18 +38,28 @@ def on_xla(name: str) -> Call:
     return call
 
 
+def training_on_xla(name: str) -> Call:
+    """Forward, backward and optimizer as one lazy graph, which is cut after the step."""
+    model, ids = torch_training.build(name)
+    model, ids = model.to(torch_xla.device()), ids.to(torch_xla.device())
+    return torch_training.own_loop(model, ids, torch_training.adamw(model), end=torch_xla.sync)
+
+
 def rows(name: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
     system = f"torch_xla {torch_xla.__version__}"
-    call = on_xla(name)
+    network = name.removeprefix("train-")
+    trains = network != name
+    call = training_on_xla(network) if trains else on_xla(name)
     start = time.perf_counter()
     call()
     first = 1e3 * (time.perf_counter() - start)
     taken = in_turn({name: call}, rounds, seconds)[name]
     torch._dynamo.reset()
     section, scale, unit = ("call overhead", 1e6, "µs") if name == "mlp" else ("steady", 1e3, "ms")
+    steady, start = ("training step", "training, first step") if trains else (section, "first call, cold")
     return [
-        {"section": section, "what": name, "system": system, "value": scale * taken, "unit": unit},
-        {"section": "first call, cold", "what": name, "system": system, "value": first, "unit": "ms"},
+        {"section": steady, "what": network, "system": system, "value": scale * taken, "unit": unit},
+        {"section": start, "what": network, "system": system, "value": first, "unit": "ms"},
     ]
 
 

@@ -54,7 +54,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     def ratio(section: str, what: str, of: str, to: str, limit: float) -> None:
         above, below = find(rows, section, what, of), find(rows, section, what, to)
         if above is not None and below is not None:
-            found.append(Target(f"{what}: {of} / {to}", above / below, limit, "×"))
+            found.append(Target(f"{section}, {what}: {of} / {to}", above / below, limit, "×"))
 
     def absolute(section: str, what: str, of: str, limit: float, unit: str, less: str = "") -> None:
         value, base = find(rows, section, what, of), find(rows, section, what, less) if less else 0.0
@@ -67,15 +67,21 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     for model in ("bert", "llama", "resnet"):
         ratio("steady", model, "tpu", "jax", 1.10)
         absolute("lowering, warm", model, "tpu", 60.0, "µs/node")
-    ratio("decode", "llama", "tpu", "jax", 1.10)
+    for model in ("llama", "small llama"):
+        ratio("decode", model, "tpu", "jax", 1.10)
     for what in ("1 argument", "100 arguments", "gpt"):
         ratio("dispatch", what, "tpu", "limit", 1.0)
     ratio("eager op", "add of 4x4", "tpu", "jax", 4.0)
     absolute("eager op", "add of 4x4", "tpu", 40.0, "µs")
     for what in ("digits, each loss read", "digits, each tenth read"):
         ratio("eager step", what, "defer", "strict", 1 / 1.5)
-    ratio("training step", "gpt2", "tpu", "jax", 1.05)
-    ratio("training, memory", "gpt2", "tpu", "jax", 1.0)
+    for model in ("gpt2", "llama", "gpt2-small"):
+        for other in ("jax", "jax, like optax"):
+            ratio("training step", model, "tpu", other, 1.05)
+            ratio("training, memory", model, "tpu", other, 1.0)
+        for row in rows:
+            if row.system.startswith("torch_xla"):
+                ratio("training step", model, "tpu", row.system, 0.8)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
     for case in ("bert", "llama", "llama-training"):
         absolute("restart", case, "tpu", 1000.0, "ms", less="null")

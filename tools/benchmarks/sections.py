@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import tpu_compile
-from benchmarks import contenders, decode, first_call, restart, torch_models, train
+from benchmarks import contenders, decode, first_call, restart, torch_models, torch_training, train
 from benchmarks.report import Row
 from benchmarks.timing import in_turn
 
 NETWORKS = ("bert", "llama", "resnet")
-TRAINING = {f"train-{name}": name for name in train.NETWORKS}
+TRAINING = {f"train-{name}": name for name in torch_training.MODELS}
 IMPORT = "import time, torch; t = time.perf_counter(); import tpu_compile; print(time.perf_counter() - t)"
 
 
@@ -30,6 +30,9 @@ class Settings:
     rounds: int
     seconds: float
     backends: Mapping[str, str] = field(default_factory=lambda: {"tpu": "tpu", "inductor": "inductor"})
+
+
+QUICK = Settings(rounds=5, seconds=0.2)
 
 
 def calls(settings: Settings) -> list[Row]:
@@ -52,9 +55,20 @@ def steady(name: str, settings: Settings) -> list[Row]:
 
 
 def decoding(settings: Settings) -> list[Row]:
-    """Milliseconds a token of a Llama, greedy, batch 1; the prompt is part of it."""
-    times = decode.seconds_a_token(200, max(3, settings.rounds // 3))
-    return [Row("decode", "llama", system, 1e3 * value, "ms/token") for system, value in times.items()]
+    """Microseconds a token, greedy, batch 1; the prompt is part of it."""
+    rows = []
+    for name in decode.NETWORKS:
+        times = decode.seconds_a_token(name, 200, max(5, settings.rounds // 2))
+        rows += [Row("decode", name, system, 1e6 * value, "µs/token") for system, value in times.items()]
+    return rows
+
+
+def training(name: str, settings: Settings) -> list[Row]:
+    """A training step: milliseconds, what its program needs, the first one, and what a process takes."""
+    found = train.rows(name, settings.rounds, settings.seconds)
+    if name in train.SLOW or (settings == QUICK and name != "gpt2"):
+        return found
+    return found + train.in_processes(name, train.FEW if settings == QUICK else train.SYSTEMS)
 
 
 def lowering(settings: Settings) -> list[Row]:
