@@ -19,10 +19,11 @@ from torch.fx import GraphModule, Node
 from tpu_compile.config import config
 from tpu_compile.errors import Gap, LoweringError, RuleMismatch, UnsupportedDtype, UnsupportedOp
 from tpu_compile.lowering import dtypes, hlo, layers, numbers
+from tpu_compile.lowering.aliasing import memory_of
 from tpu_compile.lowering.context import Layout, LoweringContext, Refusal, SourceLine, make_context
 from tpu_compile.lowering.debug import DebugChecks
 from tpu_compile.lowering.gaps import ASSERTIONS, SYMBOLIC, attribute, evaluated, missing, unsupported, where
-from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec
+from tpu_compile.lowering.program import HostCheck, Program, Result, TensorSpec, inverse
 from tpu_compile.lowering.random import rng_key
 from tpu_compile.lowering.registry import registry
 
@@ -72,6 +73,7 @@ class GraphWalk:
     inputs: list[_Input] = field(default_factory=list)
     constants: list[tuple[torch.Tensor, ir.Value]] = field(default_factory=list)
     outputs: list[tuple[TensorSpec, ir.Value]] = field(default_factory=list)
+    owners: list[Node | None] = field(default_factory=list)  # whose memory each of the outputs is
     mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
     ffi: dict[str, None] = field(default_factory=dict)
     checks: list[tuple[ir.Value, Callable[[torch.Tensor], object]]] = field(default_factory=list)
@@ -282,12 +284,16 @@ class GraphWalk:
         self.inputs.append(_Input(spec, position, argument))
         self.env[node] = hlo.transpose(argument, inverse(order))
 
-    def output(self, spec: TensorSpec, value: ir.Value) -> int:
-        """Add a result of the program, laid out as torch will see it; the same value twice is one result."""
-        for index, (known_spec, known) in enumerate(self.outputs):
-            if known == value and known_spec == spec:
+    def output(self, spec: TensorSpec, value: ir.Value, owner: Node | None = None) -> int:
+        """Add a result of the program, laid out as torch will see it.
+
+        The same memory twice is one result. The same value is not: a tensor and its clone are two to write into.
+        """
+        for index, known in enumerate(zip(self.outputs, self.owners, strict=True)):
+            if known == ((spec, value), owner):
                 return index
         self.outputs.append((spec, value))
+        self.owners.append(owner)
         return len(self.outputs) - 1
 
     def results(self, node: Node) -> list[Result]:
@@ -300,18 +306,14 @@ class GraphWalk:
             elif isinstance(item, Node) and item.target is aten.copy_.default and item.args[0] in positions:
                 results.append(Result(argument=positions[item.args[0]]))
             elif isinstance(item, Node) and isinstance(item.meta.get("val"), torch.Tensor):
-                results.append(Result(index=self.output(self.spec(item.meta["val"], strided=True), self.env[item])))
+                spec = self.spec(item.meta["val"], strided=True)
+                results.append(Result(index=self.output(spec, self.env[item], memory_of(item))))
             elif isinstance(item, Node) and self.learned(item):
                 spec = TensorSpec.contiguous((), hlo.dtype(self.env[item]))
                 results.append(Result(index=self.output(spec, self.env[item]), number=True))
             else:
                 results.append(Result(value=self.resolve(item)))
         return results
-
-
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that undoes ``order``."""
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def lower(
@@ -400,6 +402,7 @@ def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
     for target, value in last.items():
         spec = walk.spec(target.meta["val"], strided=True)
         walk.outputs.append((spec if spec.order else TensorSpec.contiguous(spec.shape, spec.dtype), value))
+        walk.owners.append(target)
         mutated.append((by_node[target], len(walk.outputs) - 1))
     return mutated
 

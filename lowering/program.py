@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,11 @@ SHORT = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """The permutation that undoes ``order``."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 @dataclass(frozen=True)

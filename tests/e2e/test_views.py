@@ -62,3 +62,20 @@ def test_an_item_reaches_the_caller_and_a_size_made_of_it_is_refused() -> None:
     assert torch.compile(lambda x, t: t.item(), backend="tpu", fullgraph=True)(x, t) == 2
     with pytest.raises(UnsupportedOp, match="depends on data"):
         torch.compile(lambda x, t: x.new_zeros(t.item()), backend="tpu", fullgraph=True)(x, t)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu"])
+def test_a_clone_is_memory_of_its_own(device: str) -> None:
+    """The program computes one value; a write to one of the results must not show in the other."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x + 1
+        return y, y.clone(), y.detach(), y.view(-1), y.clone()
+
+    def written(call: Any) -> list[list[float]]:
+        results = call(torch.zeros(3, device=device))
+        results[0].add_(10)
+        results[4].mul_(3)
+        return [r.tolist() for r in results]
+
+    assert written(torch.compile(fn, backend="tpu", fullgraph=True)) == written(fn)
