@@ -1,4 +1,5 @@
-"""Products of 8-bit operands: int8 with int32 sums, int8 weights of floating activations, scaled float8.
+"""Products of 8-bit operands: int8 with int32 sums, int8 weights of floating activations, scaled float8; and the
+rounding to a grid of integers that training for such products does (``fake_quantize``).
 
 The operands go into the dot as they are. What scales a result is applied to its wide sums, which are rounded once.
 """
@@ -63,3 +64,58 @@ def _scale(ctx: LoweringContext, scale: Value, sizes: tuple[int, int], whole: li
             "give one scale for the tensor, or one for each row of the first factor and column of the second",
         )
     return hlo.broadcast(hlo.reshape(hlo.convert(scale, torch.float32), sizes), whole)
+
+
+# ---- rounding to a grid
+
+
+@lowers(aten.fake_quantize_per_tensor_affine_cachemask.default)
+def fake_quantize_per_tensor_affine_cachemask(
+    ctx: LoweringContext, x: Value, scale: float, zero_point: int, quant_min: int, quant_max: int
+) -> tuple[Value, Value]:
+    single = hlo.full(scale, torch.float32, ())
+    return _on_grid(x, single, hlo.full(zero_point, torch.int32, ()), quant_min, quant_max)
+
+
+@lowers(aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default)
+def fake_quantize_with_tensors(
+    ctx: LoweringContext,
+    x: Value,
+    scale: Value,
+    zero_point: Value,
+    fake_quant_enabled: Value,
+    quant_min: int,
+    quant_max: int,
+) -> tuple[Value, Value]:
+    """``fake_quant_enabled`` holds one number; at 0 everything passes as it is."""
+    result, inside = _on_grid(x, hlo.reshape(scale, ()), hlo.reshape(zero_point, ()), quant_min, quant_max)
+    flag = hlo.reshape(fake_quant_enabled, ())
+    enabled = hlo.broadcast(hlo.compare(flag, hlo.full_like(flag, 0), "NE"), hlo.shape(x))
+    return hlo.select(enabled, result, x), stablehlo.or_(inside, stablehlo.not_(enabled))
+
+
+@lowers(aten.fake_quantize_per_channel_affine_cachemask.default)
+def fake_quantize_per_channel_affine_cachemask(
+    ctx: LoweringContext, x: Value, scale: Value, zero_point: Value, axis: int, quant_min: int, quant_max: int
+) -> tuple[Value, Value]:
+    sizes = [hlo.shape(x)[i] if i == axis else 1 for i in range(hlo.rank(x))]
+    return _on_grid(x, hlo.reshape(scale, sizes), hlo.reshape(zero_point, sizes), quant_min, quant_max)
+
+
+def _on_grid(x: Value, scale: Value, zero_point: Value, low: int, high: int) -> tuple[Value, Value]:
+    """(the nearest of the numbers ``(q - zero_point) * scale`` with ``low <= q <= high``, where no q was cut off).
+
+    A floating zero point is added before the rounding, an integer after it, as torch's CPU kernels do.
+    """
+    wide, shape = dtypes.opmath(hlo.dtype(x)), hlo.shape(x)
+    step = hlo.convert(scale, torch.float32)
+    inverse = hlo.broadcast(hlo.convert(stablehlo.divide(hlo.full_like(step, 1), step), wide), shape)
+    origin = hlo.broadcast(hlo.convert(zero_point, wide), shape)
+    scaled = stablehlo.multiply(hlo.convert(x, wide), inverse)
+    if dtypes.is_integer(hlo.dtype(zero_point)):
+        q = stablehlo.add(stablehlo.round_nearest_even(scaled), origin)
+    else:
+        q = stablehlo.round_nearest_even(stablehlo.add(scaled, origin))
+    kept = stablehlo.clamp(hlo.full(low, wide, ()), q, hlo.full(high, wide, ()))
+    grid = stablehlo.multiply(stablehlo.subtract(kept, origin), hlo.broadcast(hlo.convert(step, wide), shape))
+    return hlo.convert(grid, hlo.dtype(x)), hlo.compare(kept, q, "EQ")

@@ -146,3 +146,23 @@ def test_autocast_gives_each_op_eagers_dtype(device, kind):
     compiled = torch.compile(run, backend="tpu", fullgraph=True)()
     dtypes = [dict(zip(ops, (t.dtype for t in results), strict=True)) for results in (compiled, run())]
     assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("zero_point", [torch.tensor(3, dtype=torch.int32), torch.tensor(2.5)], ids=["int", "float"])
+def test_training_for_8_bits_rounds_to_a_grid(zero_point):
+    """Values and the straight-through gradient, which is 0 where a value was cut off."""
+    scales, origins = torch.rand(8) / 10 + 0.05, zero_point.expand(8).contiguous()
+
+    def fn(x):
+        by_tensor = torch.fake_quantize_per_tensor_affine(x, 0.1, 2, -8, 7)
+        by_channel = torch.fake_quantize_per_channel_affine(x, scales, origins, 1, 0, 15)
+        by_numbers = torch.fake_quantize_per_tensor_affine(x, scales[0], origins[0].int(), 0, 15)
+        return torch.stack([by_tensor, by_channel, by_numbers])
+
+    x = torch.randn(6, 8)
+    eager, compiled = (x.clone().requires_grad_() for _ in range(2))
+    want, got = fn(eager), torch.compile(fn, backend="tpu", fullgraph=True)(compiled)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for y in (want, got):
+        (y * torch.arange(8)).sum().backward()
+    torch.testing.assert_close(compiled.grad, eager.grad, rtol=0, atol=0)
