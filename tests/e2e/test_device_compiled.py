@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import tpu_compile
 from tpu_compile.device.storage import cell_of
@@ -225,3 +226,58 @@ def test_what_is_saved_for_the_backward_has_no_gaps():
     reference.load_state_dict({name: value.cpu() for name, value in projection.state_dict().items()})
     attend(reference, x).square().sum().backward()
     close(projection.weight.grad, reference.weight.grad)
+
+
+def broken(x):
+    """A graph break before eager ops of many kinds: Dynamo is at work while they run."""
+    y = x + 1
+    torch._dynamo.graph_break()
+    found = torch.nonzero(y > 1)
+    y[0].fill_(2.0)
+    y.copy_(x * 3)
+    return y.sum().item(), found, y.cpu(), torch.vander(x[0])
+
+
+@pytest.mark.parametrize("backend", ["tpu", "eager"])
+def test_dynamo_does_not_trace_the_kernels(backend):
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    traced = []
+    handle = register_bytecode_hook(lambda code, new: traced.append(code.co_filename))
+    try:
+        x = torch.arange(12.0).view(3, 4)
+        torch.testing.assert_close(torch.compile(broken, backend=backend)(x.to("tpu"))[2], broken(x)[2])
+    finally:
+        handle.remove()
+    assert set(traced) == {__file__}
+
+
+def test_under_a_default_device():
+    """What the package makes for itself stays on the host, whatever device the user's tensors default to."""
+
+    def fn(x):
+        noise = torch.rand(3, 4)
+        kept = torch.where(x > 0, x, 1.0) + torch.tensor(2.0) + torch.arange(4)
+        return kept, x[x > 0], noise.shape, torch.cov(x)
+
+    x = torch.randn(3, 4)
+    with torch.device("tpu"):
+        results = torch.compile(fn, backend="tpu")(x.to("tpu"))
+    for result, expected in zip(results, fn(x), strict=True):
+        torch.testing.assert_close(result.cpu() if isinstance(result, torch.Tensor) else result, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("cell", [torch.nn.LSTMCell, torch.nn.GRUCell], ids=["lstm", "gru"])
+def test_recurrent_cells(cell, bias):
+    """torch takes its fused cells on this device, one of which has no meta function, and one takes no missing bias."""
+    torch.manual_seed(0)
+    model = cell(4, 5, bias=bias)
+    twin = copy.deepcopy(model).to("tpu")
+    x = torch.randn(3, 4)
+    compiled = torch.compile(twin, backend="tpu", fullgraph=True)
+    for result, expected in zip(tree_leaves(compiled(x.to("tpu"))), tree_leaves(model(x)), strict=True):
+        torch.testing.assert_close(result.cpu(), expected)
+        (grad,) = torch.autograd.grad(result.sum(), [twin.weight_ih], retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected.sum(), [model.weight_ih], retain_graph=True)
+        torch.testing.assert_close(grad.cpu(), wanted)

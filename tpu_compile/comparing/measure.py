@@ -165,7 +165,7 @@ def _problem(
     want: torch.Tensor, got: torch.Tensor, error: torch.Tensor, bad: torch.Tensor, limit: tuple[float, float]
 ) -> str:
     place = int(error.flatten().argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(place), want.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(place, device="cpu"), want.shape)]
     pair = f"{got.flatten()[place].item()!r} instead of {want.flatten()[place].item()!r}"
     allowed = f"allowed: {limit[0]:g} of the value + {limit[1]:g} of the largest" if limit[0] else "must be equal"
     return f"{int(bad.sum())} of {want.numel()} elements, worst at {index}: {pair} ({allowed})"

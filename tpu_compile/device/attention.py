@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tpu_compile.device.untraced import implement
+
 aten = torch.ops.aten
 
 
@@ -54,4 +56,4 @@ def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: 
 def register(library: torch.library.Library) -> None:
     """Put the kernel before autograd, which then differentiates the operator it calls."""
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        library.impl("scaled_dot_product_attention", scaled_dot_product_attention, key)
+        implement(library, "scaled_dot_product_attention", scaled_dot_product_attention, key)

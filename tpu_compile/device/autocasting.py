@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tpu_compile.device.untraced import implement
+
 _KEY = "AutocastPrivateUse1"
 _DISPATCH_KEY: Any = torch._C._parse_dispatch_key(_KEY)
 _EXCLUDED = torch._C.DispatchKeySet(_DISPATCH_KEY)
@@ -43,9 +45,9 @@ class Autocast:
         for names, make in ((LOWER, _lower), (FLOAT32, _float32), (WIDEST, _widest)):
             for name in names:
                 for op in _overloads(name):
-                    self._library.impl(_full_name(op), make(op), _KEY)
+                    implement(self._library, _full_name(op), make(op), _KEY)
         for op in _overloads(_REFUSED):
-            self._library.impl(_full_name(op), _refuse, _KEY)
+            implement(self._library, _full_name(op), _refuse, _KEY)
 
 
 def _overloads(name: str) -> Iterator[OpOverload]:

@@ -67,6 +67,7 @@ class Autoload:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
         from tpu_compile.device import hooks, module, saving
+        from tpu_compile.device.untraced import implement, untraced
 
         _setup_privateuseone_for_python_backend(NAME, module, hooks.Hooks(), hooks.Guard())
         sys.modules["torch.tpu"] = module
@@ -74,8 +75,8 @@ class Autoload:
             hooks.avoid_null_allocator()
         saving.register()
         self._libraries = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-        self._libraries[0].fallback(first_use, "PrivateUse1")
-        self._libraries[1].impl("_pin_memory", unpinned, "CPU")
+        self._libraries[0].fallback(untraced(first_use), "PrivateUse1")
+        implement(self._libraries[1], "_pin_memory", unpinned, "CPU")
         torch.set_autocast_dtype(NAME, torch.bfloat16)
         self.enabled, self.reason = True, ""
 

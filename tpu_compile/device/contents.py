@@ -21,7 +21,7 @@ def contents(cell: Cell) -> Any:
     buffer = cell.buffer
     if buffer is None:
         layout = cell.layout
-        buffer = cell.buffer = device.client.put(torch.zeros(layout.dims, dtype=layout.dtype))
+        buffer = cell.buffer = device.client.put(torch.zeros(layout.dims, dtype=layout.dtype, device="cpu"))
     elif type(buffer) is HostBytes:
         layout = cell.layout
         flat = _reinterpreted(buffer.data, layout.dtype)

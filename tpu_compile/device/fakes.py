@@ -19,6 +19,7 @@ def register() -> None:
     """Tell FakeTensor; tensors of other devices are left to torch."""
     register_op_impl(aten._grouped_mm.default)(grouped_mm)
     register_op_impl(aten.histc.default)(histc)
+    register_op_impl(aten._thnn_fused_lstm_cell.default)(fused_lstm_cell)
 
 
 def grouped_mm(
@@ -44,3 +45,11 @@ def histc(mode: FakeTensorMode, func: Any, x: Any, bins: int = 100, min: Any = 0
         return NotImplemented
     with mode:
         return torch.empty((bins,), dtype=x.dtype, device=x.device)
+
+
+def fused_lstm_cell(mode: FakeTensorMode, func: Any, input_gates: Any, hidden_gates: Any, cx: Any, *biases: Any) -> Any:
+    """The cell without biases too; torch's meta function looks at their device."""
+    if not (isinstance(mode, TraceMode) or cx.device.type == "tpu"):
+        return NotImplemented
+    with mode:
+        return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)

@@ -32,7 +32,7 @@ class DeviceGenerator(torch.Generator):
         first, second = self._key()
         word = (second + self._draws) & _MASK
         self._draws += count
-        return torch.tensor([first, word], dtype=torch.uint64)
+        return torch.tensor([first, word], dtype=torch.uint64, device="cpu")
 
     def follows(self, seed: torch.Tensor, draws: int) -> bool:
         """Whether the next draw is the one after ``draws`` draws from ``seed``."""
@@ -64,7 +64,7 @@ class DeviceGenerator(torch.Generator):
     def get_state(self) -> torch.Tensor:
         """Seed, words and draws as a uint8 tensor, for ``set_state``."""
         numbers = [self._seed, *self._key(), self._draws & _MASK]
-        return torch.tensor(numbers, dtype=torch.uint64).view(torch.uint8).clone()
+        return torch.tensor(numbers, dtype=torch.uint64, device="cpu").view(torch.uint8).clone()
 
     def set_state(self, new_state: torch.Tensor) -> DeviceGenerator:
         """Continue from what ``get_state`` gave.
@@ -81,7 +81,7 @@ class DeviceGenerator(torch.Generator):
 
 def words(source: torch.Generator) -> tuple[int, int]:
     """Two 64-bit words drawn from a CPU generator."""
-    drawn = torch.empty(2, dtype=torch.int64).random_(generator=source).view(torch.uint64).tolist()
+    drawn = torch.empty(2, dtype=torch.int64, device="cpu").random_(generator=source).view(torch.uint64).tolist()
     return drawn[0], drawn[1]
 
 
@@ -91,4 +91,4 @@ def seed_from(given: Any, own: Any, count: int) -> torch.Tensor:
     if given is None or given._cdata == own._cdata:
         drawn: torch.Tensor = own.draw(count)
         return drawn
-    return torch.tensor(words(given), dtype=torch.uint64)
+    return torch.tensor(words(given), dtype=torch.uint64, device="cpu")

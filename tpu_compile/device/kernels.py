@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tpu_compile.device import fallback, outs, tracing
@@ -102,7 +103,13 @@ class Kernel:
             return error.reason
 
     def across_devices(self, other: OtherDevice, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A call with tensors of two devices: indices move, anything else is an error in torch's words."""
+        """A call with tensors of two devices: indices move, anything else is an error in torch's words.
+
+        A FakeTensor is neither: of an op without a meta function, torch finds the result's shape with zeros in its
+        arguments' place.
+        """
+        if self.schema.base == "zeros_like" and isinstance(other.tensor, FakeTensor):
+            return torch.zeros(other.tensor.shape, dtype=other.tensor.dtype, device="tpu")
         if self.schema.base in _INDEXED and other.tensor.device.type == "cpu":
             if cell_of(args[0]) is None:
                 raise RuntimeError(

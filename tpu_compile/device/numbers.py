@@ -138,7 +138,7 @@ def _input(graph: torch.fx.Graph, numbers: Numbers, mode: Any) -> dict[int, Node
     after = graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes)))
     with after, mode:
         node = graph.placeholder(f"numbers_{numbers.dtype}".replace(".", "_"))
-        node.meta["val"] = torch.empty(() if count == 1 else (count,), dtype=numbers.dtype)
+        node.meta["val"] = torch.empty(() if count == 1 else (count,), dtype=numbers.dtype, device="cpu")
     if count == 1:
         return {numbers.places[0]: node}
     made = {}
@@ -146,5 +146,5 @@ def _input(graph: torch.fx.Graph, numbers: Numbers, mode: Any) -> dict[int, Node
     for i, place in enumerate(numbers.places):
         with graph.inserting_after(at), mode:
             at = made[place] = graph.call_function(aten.select.int, (node, 0, i))
-            at.meta["val"] = torch.empty((), dtype=numbers.dtype)
+            at.meta["val"] = torch.empty((), dtype=numbers.dtype, device="cpu")
     return made

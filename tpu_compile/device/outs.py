@@ -45,11 +45,11 @@ def _shapes(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list
 
         def fake(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+                return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         def empty(value: Any) -> Any:
-            return torch.empty(0, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+            return torch.empty(0, dtype=value.dtype, device="cpu") if isinstance(value, torch.Tensor) else value
 
         faked = {k: tree_map(empty if k in schema.outs else fake, v) for k, v in kwargs.items()}
         try:

@@ -16,6 +16,7 @@ from tpu_compile.device.autocasting import Autocast
 from tpu_compile.device.kernels import Kernel
 from tpu_compile.device.schemas import is_view
 from tpu_compile.device.state import device
+from tpu_compile.device.untraced import implement, untraced
 
 _KEY = "PrivateUse1"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -98,13 +99,13 @@ class Registration:
         fakes.register()
         attention.register(self._library)
         for key in ("AutogradPrivateUse1", _KEY):
-            self._library.impl("tensor_split.tensor_indices_or_sections", sizes.tensor_split, key)
+            implement(self._library, "tensor_split.tensor_indices_or_sections", sizes.tensor_split, key)
         for layout in ("Sparse", "SparseCsr", "NestedTensor", "Quantized"):
-            self._everything.fallback(fallback.refuse_layout, layout + _KEY)
+            self._everything.fallback(untraced(fallback.refuse_layout), layout + _KEY)
         for name, op in _overloads():
             function = self._kernel(name, op)
             if function is not None:
-                self._library.impl(name, function, _KEY)
+                implement(self._library, name, function, _KEY)
 
     def unregistered(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """An op that has no kernel: the first of all makes them, one of another library gets its own."""

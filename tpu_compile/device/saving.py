@@ -28,4 +28,4 @@ def _restore(storage: Any, location: str) -> Any:
     module.set_device(location)
     if storage.device.type == "tpu":
         return storage
-    return contents.from_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
+    return contents.from_bytes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))

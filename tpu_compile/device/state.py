@@ -54,7 +54,7 @@ class DeviceState:
         from tpu_compile.compiler import runtime
 
         self._client = runtime.client
-        self.array = type(self._client.put(torch.zeros(1)))
+        self.array = type(self._client.put(torch.zeros(1, device="cpu")))
 
 
 device = DeviceState()

@@ -196,7 +196,7 @@ class _Trace:
                 sources.append(Source("start", place))
         self._first_host = len(inputs)
         for place, t in enumerate(call.hosts):
-            inputs.append(torch.empty((), dtype=t.dtype))
+            inputs.append(torch.empty((), dtype=t.dtype, device="cpu"))
             sources.append(Source("host", place))
         return inputs, sources
 
@@ -280,7 +280,7 @@ class _Trace:
 
 
 def _fake(dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(dims), dtype=dtype)
+    return torch.empty(tuple(dims), dtype=dtype, device="cpu")
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

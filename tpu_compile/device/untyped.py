@@ -44,7 +44,7 @@ class TpuStorage(torch.UntypedStorage):
 
         read = torch.UntypedStorage(super().nbytes())
         read._set_from_file(f, offset, is_real_file, element_size)
-        contents.refill(self._tpu_cell, torch.empty(0, dtype=torch.uint8).set_(read))
+        contents.refill(self._tpu_cell, torch.empty(0, dtype=torch.uint8, device="cpu").set_(read))
         return self
 
     def cpu(self) -> torch.UntypedStorage:

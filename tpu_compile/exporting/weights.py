@@ -84,7 +84,7 @@ def _tensor(data: memoryview, entry: Mapping[str, Any]) -> torch.Tensor:
     if end - start != math.prod(shape) * dtype.itemsize or end > len(data):
         raise ValueError("a tensor that lies outside the file")
     if start == end:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     place = data[start:end]
     aligned = torch.frombuffer(place, dtype=torch.uint8)
     if aligned.data_ptr() % dtype.itemsize:

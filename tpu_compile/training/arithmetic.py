@@ -121,7 +121,7 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
 
 
 def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64)
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device="cpu")
 
 
 @contextlib.contextmanager

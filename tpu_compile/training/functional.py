@@ -64,7 +64,7 @@ class FunctionalStep:
         counts = [shared[0].item() for shared in self._counters]
         for shared in self._counters:
             torch._foreach_add_(shared, 1)
-        return torch.tensor([*numbers, *counts], dtype=torch.float64)
+        return torch.tensor([*numbers, *counts], dtype=torch.float64, device="cpu")
 
     def __call__(self, grads: Sequence[Tensor], numbers: Tensor) -> None:
         """Write parameters and state in place. ``grads``: one for each parameter, in the optimizer's order."""

@@ -108,7 +108,7 @@ class _Trace:
         if self.scaling is not None:
             device = self.trained[0].device
             fakes += [torch.empty(1, device=device).view(()), torch.empty((), dtype=torch.int32, device=device)]
-        return [*fakes, torch.empty(len(self.places) + len(self.counts), dtype=torch.float64)]
+        return [*fakes, torch.empty(len(self.places) + len(self.counts), dtype=torch.float64, device="cpu")]
 
     def _body(self, *given: Tensor) -> list[Tensor]:
         count = len(self.trained)

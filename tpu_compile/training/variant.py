@@ -176,7 +176,7 @@ class StepProgram:
                 given[i] = whole[id(given[i])]
         given += [place[key] for place, key in self._tensors]
         given += self.recipe.scales()
-        given.append(torch.tensor(numbers, dtype=torch.float64))
+        given.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
         (loss,) = (compiled or self._compiled)(given)
         counted = [place[key] for shared in self._counters for place, key in shared]
         if counted:

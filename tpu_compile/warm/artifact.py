@@ -141,7 +141,7 @@ def _constant(t: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 def _load_constant(dtype: torch.dtype, shape: tuple[int, ...], contents: bytes) -> torch.Tensor:
     flat = torch.from_numpy(np.frombuffer(bytearray(contents), dtype=np.uint8))
-    return flat.view(dtype).reshape(shape) if contents else torch.empty(shape, dtype=dtype)
+    return flat.view(dtype).reshape(shape) if contents else torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _executables(compiled: CompiledGraph) -> list[tuple[tuple[int, ...], str, bytes]]:

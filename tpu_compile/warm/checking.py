@@ -58,7 +58,7 @@ class _Unknown(list[torch.Tensor]):
     """In place of a graph's constants, which are in no cache: their contents do not matter here."""
 
     def __getitem__(self, place: Any) -> Any:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
 
 def _program(entry: Any) -> Program | None:
@@ -98,7 +98,7 @@ def _arguments(hlo: str) -> list[torch.Tensor] | None:
 
 
 def _filled(dtype: torch.dtype, sizes: list[int], generator: torch.Generator) -> torch.Tensor:
-    numbers = torch.rand(sizes, generator=generator) * 4
+    numbers = torch.rand(sizes, generator=generator, device="cpu") * 4
     return (numbers - 2 if dtype.is_floating_point or dtype.is_complex else numbers).to(dtype)
 
 
