@@ -245,7 +245,7 @@ def test_only_the_branch_taken_is_looked_at():
 
 
 def test_a_loop_of_no_turns_finds_nothing():
-    fn = lambda x, i: torch.while_loop(lambda n, y: n < 0, lambda n, y: (n + 1, y + x[i].sum()), (i.sum(), x.clone()))[
-        1
-    ]  # noqa: E731
+    def fn(x, i):
+        return torch.while_loop(lambda n, y: n < 0, lambda n, y: (n + 1, y + x[i].sum()), (i.sum(), x.clone()))[1]
+
     torch.testing.assert_close(compiled(fn)(ROWS, torch.tensor([7, 9])), ROWS)
