@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -166,3 +168,27 @@ def test_training_for_8_bits_rounds_to_a_grid(zero_point):
     for y in (want, got):
         (y * torch.arange(8)).sum().backward()
     torch.testing.assert_close(compiled.grad, eager.grad, rtol=0, atol=0)
+
+
+def exported(case: str, x: torch.Tensor) -> torch.Tensor:
+    """Rounding to 8 bits and back, as torch writes it into an exported graph."""
+    library = torch.ops.quantized_decomposed
+    scales, origins = torch.linspace(0.02, 0.1, 8), torch.arange(-4, 4)
+    if case == "tensor":
+        given, options = (0.05, 3, -128, 127, torch.int8), {"out_dtype": torch.float32}
+        return library.dequantize_per_tensor(library.quantize_per_tensor(x, *given), *given, **options)
+    if case == "numbers in tensors":
+        given = torch.tensor(0.05, dtype=torch.float64), torch.tensor(3), -128, 127, torch.int8
+        return library.dequantize_per_tensor.tensor(library.quantize_per_tensor.tensor(x, *given), *given)
+    if case == "channel":
+        given = scales, origins, 1, -128, 127, torch.int8
+        return library.dequantize_per_channel(library.quantize_per_channel(x, *given), *given)
+    given = scales[:6, None].double(), origins[:6, None], -128, 127, torch.int8
+    return library.dequantize_per_token(library.quantize_per_token(x, *given), *given, torch.float32)
+
+
+@pytest.mark.parametrize("case", ["tensor", "numbers in tensors", "channel", "token"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graphs_that_torch_quantised_by_export(case):
+    importlib.import_module("torch.ao.quantization.fx._decomposed")  # defines the operators
+    check(lambda x: exported(case, x), torch.randn(6, 8), pattern="xi8>")
