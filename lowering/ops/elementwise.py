@@ -130,7 +130,7 @@ def lerp(ctx: LoweringContext, x: Value, end: Value, weight: Value) -> Value:
 @lowers(aten.abs.default)
 def abs_(ctx: LoweringContext, x: Value) -> Value:
     if hlo.dtype(x).is_complex:
-        return magnitude(x)
+        return hlo.convert(magnitude(x), ctx.out.dtype)
     return stablehlo.abs(x) if hlo.dtype(x).is_signed else x
 
 

@@ -105,3 +105,9 @@ def test_pairs_of_halves_are_a_complex32(agrees: Any) -> None:
     x = torch.randn(3, 2).half()
     agrees(lambda x: torch.view_as_real(torch.view_as_complex(x)), x)
     agrees(lambda x: torch.view_as_real(torch.complex(x, x * 2)), x)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("op", [torch.abs, torch.real, torch.isfinite], ids=lambda op: op.__name__)
+def test_real_results_of_a_complex32_are_halves(agrees: Any, op: Any) -> None:
+    agrees(op, torch.tensor([3 + 4j, 0.5j, -2.0]).to(torch.complex32))
