@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 from typing import IO, Any
 
 from tpu_compile.config import set_environment_default
@@ -104,8 +104,12 @@ def _compile(request: Mapping[str, Any], bytecode: bytes) -> tuple[dict[str, Any
 
 
 def _resident() -> int:
-    """The most memory that this process has held, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this process has held, in bytes.
+
+    Linux alone has a libtpu. ``ru_maxrss`` would not do: a process inherits there what its parent held at the fork.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024  # type: ignore[index]
 
 
 _REQUESTS = {"open": _open, "compile": _compile}

@@ -234,6 +234,12 @@ def test_two_workers_compile_at_once_if_asked_to_and_memory_allows(worker: int, 
     assert all(Path(f"/proc/{pid}").exists() == (pid == left._process.pid) for pid in used)
 
 
+def test_what_a_worker_has_grown_to_leaves_out_its_parent(run_python: RunPython) -> None:
+    child = "from tpu_compile.runtime import tpu_worker; print(tpu_worker._resident())"
+    code = f"import subprocess, sys; held = b'x' * (1 << 30); subprocess.run([sys.executable, '-c', {child!r}])"
+    assert 1 << 20 < int(run_python(code).stdout) < 1 << 30
+
+
 def test_a_worker_that_has_grown_is_not_kept(worker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology_module, "_GROWN", 1)
     assert topology("v5e:2x2").compile(matmul(), "test", DEFAULT).as_text()
