@@ -99,13 +99,17 @@ def fake_quantize_per_channel_affine_cachemask(
     ctx: LoweringContext, x: Value, scale: Value, zero_point: Value, axis: int, quant_min: int, quant_max: int
 ) -> tuple[Value, Value]:
     sizes = [hlo.shape(x)[i] if i == axis else 1 for i in range(hlo.rank(x))]
-    return _on_grid(x, hlo.reshape(scale, sizes), hlo.reshape(zero_point, sizes), quant_min, quant_max)
+    wide = dtypes.opmath(hlo.dtype(x))
+    return _on_grid(x, hlo.reshape(scale, sizes), hlo.reshape(zero_point, sizes), quant_min, quant_max, wide)
 
 
-def _on_grid(x: Value, scale: Value, zero_point: Value, low: int, high: int) -> tuple[Value, Value]:
+def _on_grid(
+    x: Value, scale: Value, zero_point: Value, low: int, high: int, grid_in: torch.dtype = torch.float32
+) -> tuple[Value, Value]:
     """(the nearest of the numbers ``(q - zero_point) * scale`` with ``low <= q <= high``, where no q was cut off).
 
-    A floating zero point is added before the rounding, an integer after it, as torch's CPU kernels do.
+    A floating zero point is added before the rounding, an integer after it; the numbers are products in ``grid_in``,
+    which for one scale is float32 even if ``x`` is float64: as torch's CPU kernels do.
     """
     wide, shape = dtypes.opmath(hlo.dtype(x)), hlo.shape(x)
     step = hlo.convert(scale, torch.float32)
@@ -117,5 +121,6 @@ def _on_grid(x: Value, scale: Value, zero_point: Value, low: int, high: int) -> 
     else:
         q = stablehlo.round_nearest_even(stablehlo.add(scaled, origin))
     kept = stablehlo.clamp(hlo.full(low, wide, ()), q, hlo.full(high, wide, ()))
-    grid = stablehlo.multiply(stablehlo.subtract(kept, origin), hlo.broadcast(hlo.convert(step, wide), shape))
+    steps = hlo.convert(stablehlo.subtract(kept, origin), grid_in)
+    grid = stablehlo.multiply(steps, hlo.broadcast(hlo.convert(step, grid_in), shape))
     return hlo.convert(grid, hlo.dtype(x)), hlo.compare(kept, q, "EQ")

@@ -151,7 +151,8 @@ def test_autocast_gives_each_op_eagers_dtype(device, kind):
 
 
 @pytest.mark.parametrize("zero_point", [torch.tensor(3, dtype=torch.int32), torch.tensor(2.5)], ids=["int", "float"])
-def test_training_for_8_bits_rounds_to_a_grid(zero_point):
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_training_for_8_bits_rounds_to_a_grid(zero_point, kind):
     """Values and the straight-through gradient, which is 0 where a value was cut off."""
     scales, origins = torch.rand(8) / 10 + 0.05, zero_point.expand(8).contiguous()
 
@@ -161,7 +162,7 @@ def test_training_for_8_bits_rounds_to_a_grid(zero_point):
         by_numbers = torch.fake_quantize_per_tensor_affine(x, scales[0], origins[0].int(), 0, 15)
         return torch.stack([by_tensor, by_channel, by_numbers])
 
-    x = torch.randn(6, 8)
+    x = torch.randn(8, 6).to(kind).t()
     eager, compiled = (x.clone().requires_grad_() for _ in range(2))
     want, got = fn(eager), torch.compile(fn, backend="tpu", fullgraph=True)(compiled)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -180,6 +181,9 @@ def exported(case: str, x: torch.Tensor) -> torch.Tensor:
     if case == "numbers in tensors":
         given = torch.tensor(0.05, dtype=torch.float64), torch.tensor(3), -128, 127, torch.int8
         return library.dequantize_per_tensor.tensor(library.quantize_per_tensor.tensor(x, *given), *given)
+    if case == "group":
+        given = scales[:6, None].expand(6, 2), None, -8, 7, torch.int8, 4, torch.float32
+        return library.dequantize_per_channel_group((x * 10).to(torch.int8), *given)
     if case == "channel":
         given = scales, origins, 1, -128, 127, torch.int8
         return library.dequantize_per_channel(library.quantize_per_channel(x, *given), *given)
@@ -187,7 +191,7 @@ def exported(case: str, x: torch.Tensor) -> torch.Tensor:
     return library.dequantize_per_token(library.quantize_per_token(x, *given), *given, torch.float32)
 
 
-@pytest.mark.parametrize("case", ["tensor", "numbers in tensors", "channel", "token"])
+@pytest.mark.parametrize("case", ["tensor", "numbers in tensors", "channel", "group", "token"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_graphs_that_torch_quantised_by_export(case):
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # defines the operators
