@@ -73,7 +73,7 @@ class GraphWalk:
     inputs: list[_Input] = field(default_factory=list)
     constants: list[tuple[torch.Tensor, ir.Value]] = field(default_factory=list)
     outputs: list[tuple[TensorSpec, ir.Value]] = field(default_factory=list)
-    owners: list[Node | None] = field(default_factory=list)  # whose memory each of the outputs is
+    places: dict[tuple[Node | None, TensorSpec, ir.Value], int] = field(default_factory=dict)
     mutations: list[tuple[Node, ir.Value]] = field(default_factory=list)
     ffi: dict[str, None] = field(default_factory=dict)
     checks: list[tuple[ir.Value, Callable[[torch.Tensor], object]]] = field(default_factory=list)
@@ -287,14 +287,14 @@ class GraphWalk:
     def output(self, spec: TensorSpec, value: ir.Value, owner: Node | None = None) -> int:
         """Add a result of the program, laid out as torch will see it.
 
-        The same memory twice is one result. The same value is not: a tensor and its clone are two to write into.
+        The same memory, that of ``owner``, twice is one result. The same value is not: a tensor and its clone are two
+        to write into.
         """
-        for index, known in enumerate(zip(self.outputs, self.owners, strict=True)):
-            if known == ((spec, value), owner):
-                return index
-        self.outputs.append((spec, value))
-        self.owners.append(owner)
-        return len(self.outputs) - 1
+        key = owner, spec, value
+        if key not in self.places:
+            self.places[key] = len(self.outputs)
+            self.outputs.append((spec, value))
+        return self.places[key]
 
     def results(self, node: Node) -> list[Result]:
         """One Result for each entry of the graph's output."""
@@ -402,7 +402,6 @@ def _mutations(walk: GraphWalk) -> list[tuple[int, int]]:
     for target, value in last.items():
         spec = walk.spec(target.meta["val"], strided=True)
         walk.outputs.append((spec if spec.order else TensorSpec.contiguous(spec.shape, spec.dtype), value))
-        walk.owners.append(target)
         mutated.append((by_node[target], len(walk.outputs) - 1))
     return mutated
 
