@@ -80,7 +80,8 @@ def imported(request: dict[str, Any], table: dict[Any, Any]) -> Any:
 
     graph = build(request)
     with FakeTensorMode():
-        inputs = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in request["inputs"].values()]
+        given = [(shape, getattr(torch, dtype)) for shape, dtype in request["inputs"].values()]
+        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in given]
         traced = make_fx(lambda *xs: flat(graph(*xs)), decomposition_table=table)(*inputs)
     context = ir.Context()
     torch_dialect.register_dialect(context)

@@ -79,3 +79,20 @@ def test_a_forbidden_import_would_be_seen(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("def f():\n    from tpu_compile.runtime import client\n    import jaxlib.mlir.ir\n")
     assert ours(imported(bad)) == {"runtime"} and "jaxlib.mlir.ir" in imported(bad)
+
+
+MAKERS = frozenset(
+    "empty empty_strided zeros ones full tensor scalar_tensor arange linspace eye rand randn randint".split()
+)
+
+
+@pytest.mark.parametrize(
+    ("layer", "path"), SOURCES, ids=lambda x: x if isinstance(x, str) else str(x.relative_to(ROOT))
+)
+def test_tensors_made_for_ourselves_name_their_device(layer, path):
+    """Under ``torch.set_default_device`` any other would go to the user's device, and be lost there."""
+    calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    made = [n for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in MAKERS]
+    bare = [n for n in made if isinstance(n.func.value, ast.Name) and n.func.value.id == "torch"]
+    silent = [n.lineno for n in bare if "device" not in {k.arg for k in n.keywords}]
+    assert not silent, f"lines {silent}: which device?"

@@ -158,12 +158,12 @@ def _try_device() -> str:
 
     from tpu_compile.compiler import runtime
 
-    client = runtime.client
+    client, unit = runtime.client, torch.eye(2, device="cpu")
     start = time.perf_counter()
     with tpu_compile.override(cache=False):
-        result = tpu_compile.trace(lambda x: x @ x + 1, torch.eye(2)).lower().compile()(torch.eye(2))
+        result = tpu_compile.trace(lambda x: x @ x + 1, unit).lower().compile()(unit)
     took = time.perf_counter() - start
-    if not torch.equal(result, torch.eye(2) + 1):
+    if not torch.equal(result, unit + 1):
         raise TpuCompileError(f"{client.device_kind} computed I·I + 1 = {result.tolist()}")
     return f"{client.device_kind}: a small program is right, in {took:.1f} s"
 

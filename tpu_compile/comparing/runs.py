@@ -132,4 +132,4 @@ def pull_back(result: Any, seed: int) -> None:
 
 def _direction(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Eighths between -1 and 1: the same numbers in every floating dtype, so that runs in two of them compare."""
-    return (torch.randint(-8, 9, t.shape, generator=generator) / 8).to(t.dtype)
+    return (torch.randint(-8, 9, t.shape, generator=generator, device="cpu") / 8).to(t.device, t.dtype)
