@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import dispatch, eager, report, sections
+from benchmarks.elsewhere import Peers
 from rich.console import Console
 
 import tpu_compile
@@ -47,7 +48,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -> Iterator[list[report.Row]]:
+def measured(parts: tuple[str, ...], settings: sections.Settings) -> Iterator[list[report.Row]]:
     """Each part's rows, as soon as they are there."""
     if "import" in parts:
         yield sections.import_time(settings)
@@ -68,33 +69,28 @@ def measured(parts: tuple[str, ...], settings: sections.Settings, quick: bool) -
     if "lowering" in parts:
         yield sections.lowering(settings)
     if "first-call" in parts:
-        yield sections.first_calls(("mlp", "bert") if quick else ("mlp", *sections.NETWORKS))
+        yield sections.first_calls(("mlp", "bert") if settings.quick else ("mlp", *sections.NETWORKS))
     if "restart" in parts:
-        yield sections.restarts(2 if quick else 5)
+        yield sections.restarts(2 if settings.quick else 5)
 
 
 def main() -> int:
     given = arguments()
-    settings = sections.QUICK if given.quick else sections.Settings(rounds=15, seconds=0.5)
-    console, rows, skipped = Console(), [], []
+    peers = Peers(given.peer_python)
+    rounds, seconds = (5, 0.2) if given.quick else (15, 0.5)
+    settings = sections.Settings(rounds, seconds, given.quick, peers=peers)
+    console, rows = Console(), []
     with tempfile.TemporaryDirectory(prefix="tpu-compile-bench-") as cache, tpu_compile.override(cache_dir=cache):
-        for part in measured(given.only, settings, given.quick):
+        for part in measured(given.only, settings):
             rows += part
             report.show(console, part, rows)
-    if given.peer_python:
-        known = ("calls", *sections.NETWORKS, *sections.TRAINING)
-        names = ["mlp" if part == "calls" else part for part in given.only if part in known]
-        others, why_not = sections.peer(given.peer_python, settings, names)
-        rows += others
-        report.show(console, others, rows)
-        skipped += [why_not] if why_not else []
-    for line in skipped:
+    for line in peers.skipped:
         console.print(f"[yellow]skipped[/] {line}", highlight=False)
     found = report.targets(rows)
     report.show_targets(console, found)
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(report.as_json(rows, skipped), indent=1))
+        given.json.write_text(json.dumps(report.as_json(rows, peers.skipped), indent=1))
     return int(given.check and not all(target.met for target in found))
 
 

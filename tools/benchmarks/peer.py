@@ -1,6 +1,10 @@
-"""PyTorch/XLA's times on the same networks, for `bench.py --peer-python`: runs in an interpreter that has torch_xla.
+"""PyTorch/XLA on one network, for `bench.py --peer-python`: runs in an interpreter that has torch_xla.
 
-Prints one JSON line. Parameters and inputs live on PyTorch/XLA's device, the case that suits it best.
+    python tools/benchmarks/peer.py train-gpt2
+
+says, as JSON, which version it is and how long the first call took; then, for each number of seconds that it reads, how
+many a call took of those it made for about so long. Parameters and inputs live on PyTorch/XLA's device, the case that
+suits it best.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from benchmarks import torch_models, torch_training
-from benchmarks.timing import Call, in_turn
+from benchmarks.timing import Call, per_call
 
 
 def on_xla(name: str) -> Call:
@@ -45,24 +49,16 @@ def training_on_xla(name: str) -> Call:
     return torch_training.own_loop(model, ids, torch_training.adamw(model), end=torch_xla.sync)
 
 
-def rows(name: str, rounds: int, seconds: float) -> list[dict[str, Any]]:
-    system = f"torch_xla {torch_xla.__version__}"
+def main(name: str) -> None:
     network = name.removeprefix("train-")
-    trains = network != name
-    call = training_on_xla(network) if trains else on_xla(name)
+    call = training_on_xla(network) if name != network else on_xla(name)
     start = time.perf_counter()
     call()
-    first = 1e3 * (time.perf_counter() - start)
-    taken = in_turn({name: call}, rounds, seconds)[name]
-    torch._dynamo.reset()
-    section, scale, unit = ("call overhead", 1e6, "µs") if name == "mlp" else ("steady", 1e3, "ms")
-    steady, start = ("training step", "training, first step") if trains else (section, "first call, cold")
-    return [
-        {"section": steady, "what": network, "system": system, "value": scale * taken, "unit": unit},
-        {"section": start, "what": network, "system": system, "value": first, "unit": "ms"},
-    ]
+    first = time.perf_counter() - start
+    print(json.dumps({"system": f"torch_xla {torch_xla.__version__}", "first": first}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(per_call(call, float(line))), flush=True)
 
 
 if __name__ == "__main__":
-    _, rounds, seconds, *names = sys.argv
-    print(json.dumps([row for name in names for row in rows(name, int(rounds), float(seconds))]))
+    main(*sys.argv[1:])

@@ -79,9 +79,8 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         for other in ("jax", "jax, like optax"):
             ratio("training step", model, "tpu", other, 1.05)
             ratio("training, memory", model, "tpu", other, 1.0)
-        for row in rows:
-            if row.system.startswith("torch_xla"):
-                ratio("training step", model, "tpu", row.system, 0.8)
+        for peer in sorted({row.system for row in rows if row.system.startswith("torch_xla")}):
+            ratio("training step", model, "tpu", peer, 0.8)
     absolute("import", "beyond torch", "tpu_compile", 50.0, "ms")
     for case in ("bert", "llama", "llama-training"):
         absolute("restart", case, "tpu", 1000.0, "ms", less="null")

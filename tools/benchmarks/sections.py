@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tpu_compile
 from benchmarks import contenders, decode, first_call, restart, torch_models, torch_training, train
+from benchmarks.elsewhere import Elsewhere, Peers
 from benchmarks.report import Row
 from benchmarks.timing import in_turn
 
@@ -25,14 +24,14 @@ IMPORT = "import time, torch; t = time.perf_counter(); import tpu_compile; print
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure: ``rounds`` turns of ``seconds`` for each contender; which backends, under which name."""
+    """How long to measure: ``rounds`` turns of ``seconds`` for each contender; which backends, under which name; whom
+    else."""
 
     rounds: int
     seconds: float
+    quick: bool = False
     backends: Mapping[str, str] = field(default_factory=lambda: {"tpu": "tpu", "inductor": "inductor"})
-
-
-QUICK = Settings(rounds=5, seconds=0.2)
+    peers: Peers = field(default_factory=Peers)
 
 
 def calls(settings: Settings) -> list[Row]:
@@ -41,17 +40,26 @@ def calls(settings: Settings) -> list[Row]:
     by_name["null AOT"] = contenders.on_torch(*torch_models.build("mlp"), contenders.null_aot)  # has no right result
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a second thread has nothing to do at this size, and waking it is not what is measured
-    times = in_turn(by_name, settings.rounds * 2, settings.seconds / 2)
+    with settings.peers.on("mlp") as peers:
+        times = in_turn(by_name | peers, settings.rounds * 2, settings.seconds / 2)
     torch.set_num_threads(threads)
     torch._dynamo.reset()
-    return [Row("call overhead", "mlp", system, 1e6 * value, "µs") for system, value in times.items()]
+    rows = [Row("call overhead", "mlp", system, 1e6 * value, "µs") for system, value in times.items()]
+    return rows + _first("first call, cold", "mlp", peers)
 
 
 def steady(name: str, settings: Settings) -> list[Row]:
     """Milliseconds a call of one network takes once everything is compiled."""
-    times = in_turn(contenders.contenders(name, settings.backends), settings.rounds, settings.seconds)
+    calls = contenders.contenders(name, settings.backends)
+    with settings.peers.on(name) as peers:
+        times = in_turn(calls | peers, settings.rounds, settings.seconds)
     torch._dynamo.reset()
-    return [Row("steady", name, system, 1e3 * value, "ms") for system, value in times.items()]
+    rows = [Row("steady", name, system, 1e3 * value, "ms") for system, value in times.items()]
+    return rows + _first("first call, cold", name, peers)
+
+
+def _first(section: str, name: str, peers: Mapping[str, Elsewhere]) -> list[Row]:
+    return [Row(section, name, system, 1e3 * peer.first, "ms") for system, peer in peers.items()]
 
 
 def decoding(settings: Settings) -> list[Row]:
@@ -65,10 +73,11 @@ def decoding(settings: Settings) -> list[Row]:
 
 def training(name: str, settings: Settings) -> list[Row]:
     """A training step: milliseconds, what its program needs, the first one, and what a process takes."""
-    found = train.rows(name, settings.rounds, settings.seconds)
-    if name in train.SLOW or (settings == QUICK and name != "gpt2"):
-        return found
-    return found + train.in_processes(name, train.FEW if settings == QUICK else train.SYSTEMS)
+    with settings.peers.on(f"train-{name}") as peers:
+        found = train.rows(name, settings.rounds, settings.seconds, peers)
+    if name not in train.SLOW and not (settings.quick and name != "gpt2"):
+        found += train.in_processes(name, train.FEW if settings.quick else train.SYSTEMS)
+    return found + _first("training, first step", name, peers)
 
 
 def lowering(settings: Settings) -> list[Row]:
@@ -135,18 +144,3 @@ def import_time(settings: Settings) -> list[Row]:
     ]
     milliseconds = statistics.median(1e3 * float(run.stdout) for run in runs)
     return [Row("import", "beyond torch", "tpu_compile", milliseconds, "ms")]
-
-
-def peer(python: str, settings: Settings, names: Sequence[str]) -> tuple[list[Row], str]:
-    """PyTorch/XLA's rows for some networks, measured by another interpreter, or why there are none."""
-    program = Path(__file__).with_name("peer.py")
-    command = [python, str(program), str(settings.rounds), str(settings.seconds), *names]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        return [], f"PyTorch/XLA: {python} does not start ({error.strerror})"
-    if run.returncode:
-        last = run.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
-        return [], f"PyTorch/XLA: {python} ended with status {run.returncode}: {last[0]}"
-    rows = [Row(**row) for row in json.loads(run.stdout.splitlines()[-1])]
-    return sorted(rows, key=lambda row: row.section), ""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def make(name: str, system: str) -> tuple[Call, Any]:
     return torch_training.own_loop(model, ids, optimizer), None
 
 
-def rows(name: str, rounds: int, seconds: float) -> list[Row]:
+def rows(name: str, rounds: int, seconds: float, peers: Mapping[str, Call]) -> list[Row]:
     """Milliseconds a step takes, and the bytes that its program needs."""
     calls: dict[str, Call] = {}
     analyses: dict[str, Any] = {}
@@ -70,7 +71,7 @@ def rows(name: str, rounds: int, seconds: float) -> list[Row]:
     for system, got in losses.items():
         if not np.allclose(got, agreed, rtol=AGREE):
             raise SystemExit(f"training {name} on {system}: losses {got}, expected {agreed}")
-    times = in_turn(calls, rounds, seconds)
+    times = in_turn({**calls, **peers}, rounds, seconds)
     needed = {system: _needed(analysis()) for system, analysis in analyses.items() if analysis}
     torch._dynamo.reset()
     found = [Row("training step", name, system, 1e3 * value, "ms") for system, value in times.items()]
