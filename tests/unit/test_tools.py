@@ -82,6 +82,19 @@ def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == {"a": 1.0, "b": 1.0}
 
 
+class _Elsewhere:
+    """A contender in another process."""
+
+    def __call__(self) -> None: ...
+
+    def per_call(self, seconds: float) -> float:
+        return seconds / 4
+
+
+def test_a_contender_in_another_process_times_itself() -> None:
+    assert timing.in_turn({"there": _Elsewhere()}, rounds=3, seconds=2.0) == {"there": 0.5}
+
+
 @pytest.mark.full
 def test_the_demo_ends_well_with_the_real_model(capfd: pytest.CaptureFixture[str]) -> None:
     assert demo.main([]) == 0
