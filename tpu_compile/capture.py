@@ -26,6 +26,7 @@ from tpu_compile.compiler import compile_graph
 from tpu_compile.config import config
 from tpu_compile.errors import TpuCompileError
 from tpu_compile.lowering.decompositions import WhenNeeded
+from tpu_compile.lowering.derivatives import join_derivatives
 from tpu_compile.lowering.picks import sum_picks
 from tpu_compile.lowering.program import dense_order
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
@@ -85,7 +86,8 @@ def through_dynamo(error: TpuCompileError) -> TpuCompileError:
         error.__class__ = type(
             cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__, "__doc__": cls.__doc__}
         )
-        error.first_useful_frame = None  # type: ignore[attr-defined]
+        for name in ("first_useful_frame", "frame_exec_strategy", "_torch_dynamo_tracer_output"):
+            setattr(error, name, None)  # what its constructor would have set
     return error
 
 
@@ -165,6 +167,7 @@ def aot_graphs(
 
     def compiler(kind: str, graph: GraphModule, inputs: Sequence[Any]) -> Any:
         _drop_tokens(graph, len(inputs))
+        join_derivatives(graph)
         for node in graph.graph.find_nodes(op="placeholder"):
             node.meta["argument"] = _argument(node, names)
         return compile_one(graph, kind)

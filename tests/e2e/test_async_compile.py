@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 
 import pytest
 import torch
@@ -70,9 +71,45 @@ def test_draws_wait_and_follow_the_seed():
     assert torch.equal(*results) and tpu_compile.stats()["eager_calls"] == 0
 
 
-def test_what_goes_wrong_reaches_a_later_call():
-    broken = later(lambda x: x.sin() * 3, xla_options={"no_such_option": "1"}, cache=False)
-    with pytest.raises(tpu_compile.ConfigError, match="no_such_option"):
-        for _ in range(1000):
-            torch.testing.assert_close(broken(torch.ones(3)), torch.ones(3).sin() * 3)
-            time.sleep(0.05)
+def times_three(x):
+    return x.sin() * 3
+
+
+def check(call, count: int = 1) -> None:
+    for _ in range(count):
+        torch.testing.assert_close(call(torch.ones(3)), times_three(torch.ones(3)))
+
+
+def test_what_goes_wrong_is_raised_by_every_later_call():
+    """Always the same error, and no traceback that grows: the third call's is as long as the second's."""
+    broken = later(times_three, xla_options={"no_such_option": "1"}, cache=False)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(tpu_compile.ConfigError, match="no_such_option") as caught:
+            for _ in range(1000):
+                check(broken)
+                time.sleep(0.05)
+        errors.append(
+            (str(caught.value), len(traceback.extract_tb(caught.value.__traceback__)), caught.value.__notes__)
+        )
+    assert errors[1] == errors[2] and errors[0][0] == errors[1][0]
+    assert len(errors[2][2]) == 1 and "suppress_errors" in errors[2][2][0]
+
+
+def test_where_dynamo_suppresses_errors_the_graph_stays_eager(caplog):
+    broken = later(times_three, xla_options={"no_such_option": "2"}, cache=False)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        deadline = time.monotonic() + 120
+        while not caplog.records:
+            assert time.monotonic() < deadline, "never told"
+            check(broken)
+        check(broken, 5)
+    (told,) = caplog.records
+    assert "eagerly for good" in told.message and "no_such_option" in told.message
+
+
+def test_so_it_does_where_dynamo_waits_for_the_compile():
+    broken = torch.compile(times_three, backend="tpu", options={"xla_options": {"no_such_option": "3"}})
+    with torch._dynamo.config.patch(suppress_errors=True):
+        check(broken, 2)
+    assert tpu_compile.stats()["executions"] == 0
