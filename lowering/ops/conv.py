@@ -63,22 +63,23 @@ def correlate(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtyp
     )
 
 
-_MOST_TAPS, _MOST_PRODUCTS = 27, 2048
-"""Up to so many elements of one output's filter, and of all of them, a sum of products is faster on a CPU."""
+_MOST_TAPS = 25
 
 
 def _few_taps(ctx: LoweringContext, weight: Value, groups: int, kind: torch.dtype) -> bool:
     """Whether XLA's convolution for CPUs, which copies every window out before it multiplies, is the slower way: 300 µs
-    instead of 20 for 128 images of 8x8 in one channel."""
+    instead of 20 for 128 images of 8x8 in one channel. With more channels it gains less than is lost where XLA fuses
+    the sum into several users, and computes it in each."""
     if ctx.family != "cpu" or groups != 1 or not kind.is_floating_point:
         return False
-    return math.prod(hlo.shape(weight)[1:]) <= _MOST_TAPS and hlo.numel(weight) <= _MOST_PRODUCTS
+    _, channels, *kernel = hlo.shape(weight)
+    return channels == 1 and math.prod(kernel) <= _MOST_TAPS
 
 
 def by_taps(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype) -> Value:
-    """``correlate`` without groups as a sum over the filter's elements, which is one fused loop."""
+    """``correlate`` of one channel as a sum over the filter's elements, which is one fused loop."""
     x, weight = hlo.convert(x, out), hlo.convert(weight, out)
-    outputs, channels, *kernel = hlo.shape(weight)
+    outputs, _, *kernel = hlo.shape(weight)
     spans = [(size - 1) * s + 1 for size, s in zip(sizes, g.stride, strict=True)]
     reach = zip(_spatial(x), kernel, spans, g.padding, g.dilation, strict=True)
     high = [span + (k - 1) * d - n - p for n, k, span, p, d in reach]
@@ -86,12 +87,12 @@ def by_taps(x: Value, weight: Value, g: Geometry, sizes: Ints, out: torch.dtype)
     batch = hlo.shape(x)[0]
     shape = [batch, outputs, *sizes]
     total: Value | None = None
-    for channel, *place in itertools.product(range(channels), *map(range, kernel)):
-        start = [0, channel, *(i * d for i, d in zip(place, g.dilation, strict=True))]
-        limit = [batch, channel + 1, *(b + span for b, span in zip(start[2:], spans, strict=True))]
+    for place in itertools.product(*map(range, kernel)):
+        start = [0, 0, *(i * d for i, d in zip(place, g.dilation, strict=True))]
+        limit = [batch, 1, *(b + span for b, span in zip(start[2:], spans, strict=True))]
         tap = hlo.squeeze(hlo.slice_(x, start, limit, [1, 1, *g.stride]), [1])
         tap = hlo.broadcast_in_dim(tap, shape, [0, *range(2, len(shape))])
-        factor = hlo.slice_(weight, [0, channel, *place], [outputs, channel + 1, *(i + 1 for i in place)])
+        factor = hlo.slice_(weight, [0, 0, *place], [outputs, 1, *(i + 1 for i in place)])
         factor = hlo.broadcast_in_dim(hlo.reshape(factor, [outputs]), shape, [1])
         product = stablehlo.multiply(tap, factor)
         total = product if total is None else stablehlo.add(total, product)
