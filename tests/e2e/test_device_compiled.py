@@ -281,3 +281,56 @@ def test_recurrent_cells(cell, bias):
         (grad,) = torch.autograd.grad(result.sum(), [twin.weight_ih], retain_graph=True)
         (wanted,) = torch.autograd.grad(expected.sum(), [model.weight_ih], retain_graph=True)
         torch.testing.assert_close(grad.cpu(), wanted)
+
+
+@pytest.mark.parametrize("broken_before", [False, True], ids=["in the graph", "after a break"])
+def test_every_function_of_the_device_module_in_a_compiled_function(broken_before):
+    """A call to it breaks the graph where it acts on the device, and gives what it gives outside."""
+    module = torch.tpu
+    arguments = {
+        "set_device": [0],
+        "set_stream": [module.current_stream()],
+        "set_mode": ["strict"],
+        "manual_seed": [7],
+        "manual_seed_all": [7],
+        "set_rng_state": [module.get_rng_state()],
+        "set_rng_state_all": [module.get_rng_state_all()],
+    }
+    for name in module.__all__:
+        function, given = getattr(module, name), arguments.get(name, [])
+        if isinstance(function, type) or name in ("default_generator", "mode", "stream"):
+            continue
+
+        def fn(x, function=function, given=given):
+            if broken_before:
+                torch._dynamo.graph_break()
+            return x + 1, function(*given)
+
+        torch._dynamo.reset()
+        total, answer = torch.compile(fn, backend="eager")(torch.ones(2))
+        assert total.tolist() == [2, 2], name
+        if name not in ("seed", "seed_all"):
+            assert str(answer) == str(function(*given)) or "Stream" in str(answer), name
+
+
+def test_memory_is_measured_anew_at_each_call():
+    measured = torch.compile(lambda x: (x + 1, torch.tpu.memory_allocated()), backend="eager")
+    kept = []
+    for size in (100, 200, 300):
+        kept.append(torch.ones(size, device="tpu"))
+        assert measured(torch.ones(2))[1] == torch.tpu.memory_allocated()
+
+
+def test_a_forked_random_state_in_a_compiled_function():
+    def fn(x):
+        with torch.random.fork_rng(device_type="tpu"):
+            torch.manual_seed(3)
+            inside = torch.rand(2, device="tpu")
+        return x + inside, torch.rand(2, device="tpu")
+
+    x = torch.zeros(2, device="tpu")
+    torch.manual_seed(0)
+    wanted = fn(x)
+    torch.manual_seed(0)
+    for given, expected in zip(torch.compile(fn, backend="tpu")(x), wanted, strict=True):
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)

@@ -16,7 +16,8 @@ _WORDS = 3
 
 class DeviceGenerator(torch.Generator):
     """``torch.tpu.default_generator``. torch sees a CPU generator, so it may be given as ``generator=``; what the
-    device draws does not advance the CPU's state."""
+    device draws does not advance the CPU's state. In a compiled function ask ``torch.tpu``'s functions instead: Dynamo
+    neither traces nor breaks a graph for the methods of a generator's subclass."""
 
     def __new__(cls) -> DeviceGenerator:
         made: DeviceGenerator = super().__new__(cls)

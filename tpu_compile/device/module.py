@@ -13,6 +13,7 @@ import torch
 from tpu_compile.config import config
 from tpu_compile.device.meter import meter as _meter
 from tpu_compile.device.state import device as _state
+from tpu_compile.device.untraced import outside_graphs
 
 __all__ = [
     "DeviceProperties",
@@ -162,6 +163,7 @@ def get_device_capability(device: _Device = None) -> dict[str, Any]:
 # ---- waiting
 
 
+@outside_graphs
 def synchronize(device: _Device = None) -> None:
     """Wait until everything that was asked of the device is done.
 
@@ -264,28 +266,33 @@ def stream(stream: Stream | None) -> Iterator[None]:
 # ---- memory
 
 
+@outside_graphs
 def memory_allocated(device: _Device = None) -> int:
     """Bytes of all living storages."""
     _index(device)
     return _meter.bytes
 
 
+@outside_graphs
 def max_memory_allocated(device: _Device = None) -> int:
     """The most bytes that storages had at once."""
     _index(device)
     return _meter.peak
 
 
+@outside_graphs
 def memory_reserved(device: _Device = None) -> int:
     """Bytes that the client has taken, where it says; else those of the storages."""
     return int(_client_memory().get("bytes_reserved", _meter.bytes))
 
 
+@outside_graphs
 def max_memory_reserved(device: _Device = None) -> int:
     """The most bytes that the client has taken, where it says; else the storages' peak."""
     return int(_client_memory().get("peak_bytes_in_use", _meter.peak))
 
 
+@outside_graphs
 def memory_stats(device: _Device = None) -> dict[str, int]:
     """The counts above under CUDA's names, and what the client says under its own."""
     return {
@@ -301,6 +308,7 @@ def _client_memory() -> dict[str, Any]:
     return (_state.client.device.memory_stats() or {}) if _state.opened else {}
 
 
+@outside_graphs
 def reset_peak_memory_stats(device: _Device = None) -> None:
     """Start the peaks anew."""
     _meter.peak = _meter.bytes
@@ -313,48 +321,57 @@ def empty_cache() -> None:
 # ---- random numbers
 
 
+@outside_graphs
 def manual_seed(seed: int) -> None:
     """Start the device's sequence of random numbers that belongs to ``seed``."""
     default_generator.manual_seed(seed)
 
 
+@outside_graphs
 def manual_seed_all(seed: int) -> None:
     """The same: there is one device."""
     default_generator.manual_seed(seed)
 
 
+@outside_graphs
 def seed() -> None:
     """Start a sequence from the system's entropy."""
     default_generator.seed()
 
 
+@outside_graphs
 def seed_all() -> None:
     """The same: there is one device."""
     default_generator.seed()
 
 
+@outside_graphs
 def initial_seed() -> int:
     """The seed of the sequence in use."""
     return default_generator.initial_seed()
 
 
+@outside_graphs
 def get_rng_state(device: _Device = None) -> torch.Tensor:
     """The generator's state, as a uint8 CPU tensor."""
     _index(device)
     return default_generator.get_state()
 
 
+@outside_graphs
 def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
     """Continue from a state that ``get_rng_state`` gave."""
     _index(device)
     default_generator.set_state(new_state)
 
 
+@outside_graphs
 def get_rng_state_all() -> list[torch.Tensor]:
     """The states of all devices: one."""
     return [get_rng_state()]
 
 
+@outside_graphs
 def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
     """Continue from what ``get_rng_state_all`` gave."""
     for state in new_states:
@@ -377,11 +394,13 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 # ---- modes
 
 
+@outside_graphs
 def get_mode() -> str:
     """``strict``, ``debug`` or ``defer``."""
     return _state.mode or config.eager_mode
 
 
+@outside_graphs
 def set_mode(mode: str, *, nans: bool = False) -> None:
     """How eager ops run from now on; see ``mode``."""
     from tpu_compile.device import modes
