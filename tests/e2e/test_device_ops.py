@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tpu_compile
 from tpu_compile.errors import ConfigError, TpuCompileWarning, UnsupportedOp
@@ -334,3 +335,69 @@ def test_printing_and_reading():
         t.numpy()
     assert torch.equal(t, t.clone()) and torch.allclose(t, t + 1e-9) and not torch.equal(t, t + 1)
     torch.testing.assert_close(t, t.clone())
+
+
+def _ctc(device: str, targets: torch.Tensor, inputs: list[int], labels: list[int], zero: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    scores = torch.randn(12, 4, 7).to(device).requires_grad_()
+    loss = F.ctc_loss(scores.log_softmax(-1), targets.to(device), inputs, labels, reduction="none", zero_infinity=zero)
+    loss.sum().backward()
+    assert scores.grad is not None
+    return [loss.detach().cpu(), scores.grad.cpu()]
+
+
+TARGETS = torch.tensor([[1, 2, 2, 3, 4], [5, 6, 1, 0, 0], [3, 3, 3, 3, 3], [2, 1, 0, 0, 0]])
+CTC = {
+    "padded": (TARGETS, [12, 10, 12, 3], [5, 3, 5, 2], False),
+    "no target": (TARGETS, [12, 1, 9, 3], [5, 0, 5, 2], False),
+    "no input": (TARGETS, [12, 0, 9, 0], [5, 0, 5, 2], True),
+    "impossible": (TARGETS, [12, 10, 8, 1], [5, 3, 5, 2], False),
+    "impossible, no infinity": (TARGETS, [12, 10, 8, 1], [5, 3, 5, 2], True),
+    "one after the other": (
+        torch.cat([TARGETS[0], TARGETS[1, :3], TARGETS[3, :2]]),
+        [12, 10, 7, 3],
+        [5, 3, 0, 2],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CTC)
+def test_ctc_is_the_cpus(name):
+    """Losses and gradients, also where torch gives infinity and NaN."""
+    tpu_compile.reset_stats()
+    for got, want in zip(_ctc("tpu", *CTC[name]), _ctc("cpu", *CTC[name]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert tpu_compile.stats()["fallback_ops"] == 0
+
+
+def test_ctc_of_other_lengths_compiles_nothing():
+    _ctc("tpu", TARGETS, [12, 10, 12, 3], [5, 3, 5, 2], False)
+    before = tpu_compile.stats()
+    _ctc("tpu", TARGETS, [11, 4, 12, 6], [2, 3, 4, 1], False)
+    assert compiled_since(before) == 0
+    with pytest.raises(RuntimeError, match="Expected input_lengths to have value at most 12"):
+        _ctc("tpu", TARGETS, [13, 4, 12, 6], [2, 3, 4, 1], False)
+
+
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelsd", "gelss"])
+def test_least_squares_are_the_cpus(driver):
+    """All four results, for full rank and, where the driver looks at it, for less; and gradients."""
+    torch.manual_seed(0)
+    full, b = torch.randn(6, 3), torch.randn(6, 2)
+    low = torch.cat([full[:, :2], full[:, :1]], 1)
+    tpu_compile.reset_stats()
+    for a in (full, full[:2]) if driver == "gels" else (full, full[:2], low):
+        want = torch.linalg.lstsq(a, b[: len(a)], driver=driver)
+        got = torch.linalg.lstsq(a.to("tpu"), b[: len(a)].to("tpu"), driver=driver)
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-4)
+    grads = []
+    for device in ("cpu", "tpu"):
+        a = full.to(device).detach().requires_grad_()
+        torch.linalg.lstsq(a, b.to(device), driver=driver).solution.square().sum().backward()
+        grads.append(a.grad.cpu())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)
+    assert tpu_compile.stats()["fallback_ops"] == 0
+    with pytest.raises(RuntimeError, match=r"input.size\(-2\) should match other.size\(-2\)"):
+        torch.linalg.lstsq(full.to("tpu"), b[:3].to("tpu"), driver=driver)

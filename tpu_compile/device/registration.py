@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from tpu_compile.config import config
-from tpu_compile.device import attention, copies, fakes, fallback, memory, modes, norms, sizes
+from tpu_compile.device import attention, copies, ctc, fakes, fallback, lstsq, memory, modes, norms, sizes
 from tpu_compile.device.autocasting import Autocast
 from tpu_compile.device.kernels import Kernel
 from tpu_compile.device.schemas import is_view
@@ -56,6 +56,11 @@ OWN: dict[str, Callable[..., Any]] = {
     "_local_scalar_dense": copies.item,
     "equal": copies.equal,
     "native_batch_norm": norms.native_batch_norm,
+    "_ctc_loss": ctc.ctc_loss,
+    "_ctc_loss.Tensor": ctc.ctc_loss,
+    "_ctc_loss_backward": ctc.ctc_loss_backward,
+    "_ctc_loss_backward.Tensor": ctc.ctc_loss_backward,
+    "linalg_lstsq": lstsq.linalg_lstsq,
     "nonzero": sizes.nonzero,
     "nonzero.out": sizes.out_variant(sizes.nonzero),
     "masked_select": sizes.masked_select,
