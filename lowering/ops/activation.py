@@ -66,7 +66,14 @@ def silu(ctx: LoweringContext, x: Value) -> Value:
 
 @elementwise(aten.silu_backward.default)
 def silu_backward(ctx: LoweringContext, grad_output: Value, x: Value) -> Value:
-    one, s = hlo.full_like(x, 1), logistic(x)
+    one = hlo.full_like(x, 1)
+    # A TPU takes XLA's logistic for cheap, and would compute this gradient again in every product that reads it.
+    spelled_out = ctx.family == "tpu" and not hlo.dtype(x).is_complex
+    s = (
+        stablehlo.divide(one, stablehlo.add(one, stablehlo.exponential(stablehlo.negate(x))))
+        if spelled_out
+        else logistic(x)
+    )
     slope = stablehlo.multiply(s, stablehlo.add(one, stablehlo.multiply(x, stablehlo.subtract(one, s))))
     return stablehlo.multiply(grad_output, conjugate(slope))
 

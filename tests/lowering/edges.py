@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+import tpu_compile
+from tpu_compile import compiler
+from tpu_compile.calling import CallPlan
 
 _FLOATS = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 0.1, 0.3, 0.7, 0.99, 4.2, 7.0, 10.0, 50.0, 100.0, 1e-3, 1e3, math.pi]
 _CARRIER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,6 +32,23 @@ def values(dtype: torch.dtype) -> torch.Tensor:
 def compiled(fn: Callable[..., Any], *args: Any) -> Any:
     """``fn`` compiled as one graph, called."""
     return torch.compile(fn, backend="tpu", fullgraph=True)(*args)
+
+
+@dataclass(frozen=True)
+class ForTpu:
+    """What a TPU is given, compiled for this machine and run here. ``stablehlo`` and ``hlo``: before and after XLA."""
+
+    results: list[Any]
+    stablehlo: str
+    hlo: str
+
+
+def for_a_tpu(fn: Callable[..., Any], *args: torch.Tensor) -> ForTpu:
+    """``fn`` as it is lowered for a TPU, called."""
+    lowered = tpu_compile.trace(fn, *args).lower("tpu")
+    built = compiler.runtime.executable(lowered.program, compiler.options_in_force())
+    results = CallPlan(lowered.program, built.executable, built.client)(list(args))
+    return ForTpu(results, lowered.as_text(), built.executable.as_text())
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:

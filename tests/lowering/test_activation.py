@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.lowering.edges import compiled
+import tpu_compile
+from tests.lowering.edges import compiled, for_a_tpu
 
+aten = torch.ops.aten
 ACTIVATIONS = {
     **{
         name: getattr(F, name)
@@ -45,6 +47,36 @@ def test_activations_and_gradients(dtype: torch.dtype) -> None:
         gradient(torch.compile(every, backend="tpu", fullgraph=True), x), gradient(every, x), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_functional_gradient_of_silu_rounds_once(dtype: torch.dtype) -> None:
+    def slope(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: (F.silu(x) * weight).sum())(x)
+
+    x, weight = torch.linspace(-8, 8, 64).to(dtype), torch.linspace(1, 2, 64).to(dtype)
+    traced = tpu_compile.trace(slope, x, weight)
+    assert traced.graph_module.graph.find_nodes(op="call_function", target=aten.silu_backward.default)
+    got, want = traced.lower().compile()(x, weight), slope(x.double(), weight.double())
+    torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 8)
+
+
+def test_the_gradient_of_silu_for_a_tpu() -> None:
+    """XLA's logistic is spelled out: what is cheap by name would be computed again in every product that reads it."""
+    x = torch.linspace(-100, 100, 65)
+    found = for_a_tpu(aten.silu_backward, torch.ones(65), x)
+    torch.testing.assert_close(found.results[0], aten.silu_backward(torch.ones(65), x))
+    assert "logistic" not in found.stablehlo
+
+
+def test_what_reads_parts_of_a_functional_gradient_of_silu_keeps_them() -> None:
+    """The second gradient of it."""
+
+    def curve(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x: torch.func.grad(lambda x: F.silu(x).sum())(x).sum())(x)
+
+    x = torch.linspace(-8, 8, 64).bfloat16()
+    torch.testing.assert_close(compiled(curve, x), curve(x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
