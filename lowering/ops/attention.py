@@ -83,14 +83,8 @@ def attend(
     """(output, log-sum-exp of the scores), in the widened dtype. A row that sees nothing gives 0, as in torch."""
     raw = scores(query, key, mask, causal, scale)
     kind, last = hlo.dtype(raw), hlo.rank(raw) - 1
-    # Without a mask every row sees a key, and a TPU is given the softmax it knows: one fusion makes powers and sums of
-    # it. Else a row of -inf has the lowest finite number as its top, powers of 0, and 1 in place of their sum;
-    # comparing and selecting instead would keep a TPU from fusing the powers with their sum.
-    plain = ctx.family == "tpu" and mask is None and hlo.shape(key)[2] > 0
-    top = hlo.reduce(raw, [last], "maximum", init=-math.inf if plain else _LOWEST[kind])
-    powers = stablehlo.exponential(stablehlo.subtract(raw, _by_row(top, hlo.shape(raw))))
-    powers_sum = hlo.reduce(powers, [last], "add")
-    total = powers_sum if plain else stablehlo.maximum(powers_sum, hlo.full_like(powers_sum, 1))
+    plain = _is_plain(ctx, key, mask)
+    top, powers, powers_sum, total = _powers(raw, plain)
     early = ctx.family == "tpu" and hlo.numel(raw) * kind.itemsize <= _DIVIDED_EARLY
     early = early or (plain and hlo.shape(key)[2] <= _SHORT)
     if early:
@@ -104,7 +98,38 @@ def attend(
     return hlo.reshape(output, [*rows, hlo.shape(value)[3]]), summed
 
 
+def _is_plain(ctx: LoweringContext, key: Value, mask: Value | None) -> bool:
+    """Whether a TPU can be given the softmax it knows, because every row sees a key."""
+    return ctx.family == "tpu" and mask is None and hlo.shape(key)[2] > 0
+
+
+def _powers(raw: Value, plain: bool) -> tuple[Value, Value, Value, Value]:
+    """Of scores: each row's top, their powers, each row's sum, and what its powers are to be divided by.
+
+    Of a plain softmax, a TPU makes powers and sums in one fusion. Else a row of -inf has the lowest finite number as
+    its top, powers of 0, and 1 in place of their sum; comparing and selecting instead would keep a TPU from fusing the
+    powers with their sum.
+    """
+    kind, last = hlo.dtype(raw), hlo.rank(raw) - 1
+    top = hlo.reduce(raw, [last], "maximum", init=-math.inf if plain else _LOWEST[kind])
+    powers = stablehlo.exponential(stablehlo.subtract(raw, _by_row(top, hlo.shape(raw))))
+    powers_sum = hlo.reduce(powers, [last], "add")
+    total = powers_sum if plain else stablehlo.maximum(powers_sum, hlo.full_like(powers_sum, 1))
+    return top, powers, powers_sum, total
+
+
+def _weights(ctx: LoweringContext, raw: Value, key: Value, mask: Value | None, logsumexp: Value) -> Value:
+    """The forward's softmax of scores. For a TPU it is computed as there and reads no ``logsumexp``: with a second use
+    of the scores or of their tops, powers and sums would no longer be one fusion."""
+    if ctx.family != "tpu":
+        logsumexp = hlo.convert(logsumexp, hlo.dtype(raw))
+        return stablehlo.exponential(stablehlo.subtract(raw, _by_row(logsumexp, hlo.shape(raw))))
+    _, powers, _, total = _powers(raw, _is_plain(ctx, key, mask))
+    return stablehlo.divide(powers, _by_row(total, hlo.shape(powers)))
+
+
 def attend_backward(
+    ctx: LoweringContext,
     grad: Value,
     query: Value,
     key: Value,
@@ -120,7 +145,7 @@ def attend_backward(
     factor = 1 / math.sqrt(max(hlo.shape(query)[3], 1)) if scale is None else scale
     raw = scores(query, key, mask, causal, scale)
     sizes, last = hlo.shape(raw), hlo.rank(raw) - 1
-    weights = stablehlo.exponential(stablehlo.subtract(raw, _by_row(hlo.convert(logsumexp, kind), sizes)))
+    weights = _weights(ctx, raw, key, mask, logsumexp)
     grouped = by_key_head(grad, key)
     pull = hlo.dot_general(grouped, value, ((last,), (3,)), _HEADS, out=kind)
     delta = hlo.reduce(stablehlo.multiply(hlo.convert(grad, kind), hlo.convert(out, kind)), [3], "add")
@@ -177,7 +202,7 @@ def scaled_dot_product_flash_attention_for_cpu_backward(
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
     _no_dropout(ctx, dropout_p)
-    grads = attend_backward(grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
+    grads = attend_backward(ctx, grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale)
     return promised(ctx, *grads[:3])
 
 
@@ -229,7 +254,7 @@ def scaled_dot_product_fused_attention_overrideable_backward(
 ) -> tuple[Value | None, ...]:
     _no_dropout(ctx, dropout_p)
     mask = attn_bias if attn_bias is not None and hlo.numel(attn_bias) else None
-    *grads, slope = attend_backward(grad_out, query, key, value, out, logsumexp, mask, is_causal, scale)
+    *grads, slope = attend_backward(ctx, grad_out, query, key, value, out, logsumexp, mask, is_causal, scale)
     bias = ctx.outs[3]
     return (
         *promised(ctx, *grads, None)[:3],

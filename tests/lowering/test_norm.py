@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.lowering.edges import assert_same, for_a_tpu
+
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -29,6 +31,16 @@ def test_batch_norm_without_statistics_or_weights(agrees: Any) -> None:
 
 def test_batch_norm_of_bfloat16_with_float32_weights(agrees: Any) -> None:
     agrees(nn.BatchNorm1d(3), leaf(4, 3, 5, dtype=torch.bfloat16).detach())
+
+
+@pytest.mark.parametrize("mean", [0.0, 20.0])
+def test_batch_norm_of_bfloat16_for_a_tpu(mean: float) -> None:
+    """Both sums of one reading: where a second were needed, the mean would be subtracted before the second sum."""
+    x, ones = (leaf(32, 3, 8, 8) + mean).detach().bfloat16(), torch.ones(3)
+    found = for_a_tpu(lambda x, w: F.batch_norm(x, None, None, w, w, training=True, eps=1e-5), x, ones)
+    want = F.batch_norm(x.double(), None, None, ones.double(), ones.double(), training=True).bfloat16()
+    assert_same(found.results[0], want, ulps=1, atol=2**-8)
+    assert found.stablehlo.rindex("stablehlo.reduce") < found.stablehlo.index("stablehlo.subtract")
 
 
 def test_batch_norm_by_its_other_names(agrees: Any) -> None:
