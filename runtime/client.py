@@ -124,7 +124,7 @@ class Client:
         return self._executable(name, loaded, blob)
 
     def _executable(self, name: str, loaded: Any, blob: bytes | None = None) -> Executable:
-        executable = Executable(name, loaded, self._result_handler, blob)
+        executable = Executable(name, loaded, self._result_handler, blob, host_memory=self.host_memory)
         self._executables.add(executable)
         return executable
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn, TypeAlias
 
 from tpu_compile.errors import DeviceError
-from tpu_compile.runtime import status
+from tpu_compile.runtime import status, temporaries
 
 Buffer: TypeAlias = Any
 """An array on the device (jaxlib's ArrayImpl). Opaque: make it, pass it, fetch it."""
@@ -28,6 +28,13 @@ class MemoryAnalysis:
     host_temp_size_in_bytes: int
     host_alias_size_in_bytes: int
     host_generated_code_size_in_bytes: int
+
+    @property
+    def held(self) -> int:
+        """Bytes of arguments, results and temporaries together, those that share memory once. The peak is no measure of
+        a TPU's HBM: it counts what lies in VMEM too."""
+        own = self.argument_size_in_bytes + self.output_size_in_bytes - self.alias_size_in_bytes
+        return own + self.temp_size_in_bytes
 
 
 def memory_analysis(raw: Any) -> MemoryAnalysis:
@@ -63,13 +70,16 @@ class Executable:
         result_handler: makes a Buffer of one result; see ``client.py`` for why it is not jaxlib's default way.
         blob: the bytes it was loaded from. The CPU client drops a program's code once loaded: serialized again, it
             gives bytes that load and then fail to run.
+        host_memory: the device's memory is the host's.
     """
 
-    def __init__(self, name: str, loaded: Any, result_handler: Any, blob: bytes | None = None) -> None:
+    def __init__(
+        self, name: str, loaded: Any, result_handler: Any, blob: bytes | None = None, *, host_memory: bool = False
+    ) -> None:
         self.name = name
         self._blob = blob
         self._loaded = loaded
-        self._run: Callable[[list[Buffer]], Any] = loaded.execute_sharded
+        self._run: Callable[[list[Buffer]], Any] = self._first_run if host_memory else loaded.execute_sharded
         self._handlers = [result_handler] * len(loaded.get_output_memory_kinds()[0])
 
     def execute(self, buffers: list[Buffer]) -> list[Buffer]:
@@ -83,6 +93,16 @@ class Executable:
             return self._run(buffers).consume_with_handlers(self._handlers, False)  # type: ignore[no-any-return]
         except (RuntimeError, TypeError) as error:
             raise status.call_error(error, self.name) from error
+
+    def _first_run(self, buffers: list[Buffer]) -> Any:
+        """What temporaries a program takes is looked up when it comes a second time: it takes XLA some milliseconds."""
+        self._run = self._second_run
+        return self._loaded.execute_sharded(buffers)
+
+    def _second_run(self, buffers: list[Buffer]) -> Any:
+        size = self._loaded.get_compiled_memory_stats().temp_size_in_bytes
+        self._run = temporaries.keeping(self._loaded.execute_sharded, size)
+        return self._run(buffers)
 
     def lose(self) -> None:
         """Raise at the next call: this is a forked child, and the threads that would run the program are not here."""

@@ -220,6 +220,13 @@ KNOBS: dict[str, Knob] = {
             "A TPU slice that need not be here, such as v6e:2x2: every program is compiled for it too, and a first "
             "call fails where one does not fit. What runs is this machine's.",
         ),
+        _knob(
+            "keep_temporaries",
+            _bool,
+            True,
+            "Programs on the CPU client with temporaries above 32 MiB leave their memory with the process (glibc), "
+            "up to twice the largest, instead of mapping it anew at each call.",
+        ),
         _knob("xla_options", _pairs, {}, "XLA compiler options, as name=value,name=value.", keyed=True),
         _knob("optimization_level", int, -1, "XLA effort, 0 to 3; -1 leaves it to XLA.", keyed=True),
     )
@@ -295,6 +302,11 @@ def environment(name: str, default: str = "") -> str:
     """An environment variable that belongs to somebody else (XLA_FLAGS, LIBTPU_INIT_ARGS): read here, so that it is
     read in one place."""
     return os.environ.get(name, default)
+
+
+def set_environment(**variables: str) -> None:
+    """Set variables that a native library reads when it is loaded, in a process of our own."""
+    os.environ.update(variables)
 
 
 def set_environment_default(**variables: str) -> None:
