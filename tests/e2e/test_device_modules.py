@@ -242,6 +242,9 @@ def test_what_python_cannot_reach_is_an_error():
         torch.Generator(device="tpu")
     with pytest.raises(NotImplementedError, match="getPinnedMemoryAllocator"):
         torch.empty(3, pin_memory=True)
+    for make in (torch.empty, torch.zeros, torch.rand, torch.arange):
+        with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
+            make(3, pin_memory=True, device="tpu")
     with pytest.raises(RuntimeError, match="synchronizing all streams"):
         torch.accelerator.synchronize()
     for unreachable in (torch.accelerator.memory_allocated, torch.accelerator.empty_cache):

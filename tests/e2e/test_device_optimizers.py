@@ -105,6 +105,23 @@ def test_a_step_is_few_programs_however_many_parameters(name, options, most, cou
     assert tpu_compile.stats()["executions"] - before <= most
 
 
+@pytest.mark.parametrize(("name", "most"), [("Rprop", 1), ("ASGD", 2)])
+def test_a_deferred_step_is_few_programs_where_torch_takes_one_parameter_after_another(name, most):
+    """Run at once, such a step is several programs for each parameter: torch has no list of them to hand over."""
+    with torch.tpu.mode("defer"):
+        parameters = [torch.nn.Parameter(torch.ones(4, 3, device="tpu")) for _ in range(5)]
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones(4, 3, device="tpu")
+        for _ in range(4):
+            torch.tpu.synchronize()
+            before = tpu_compile.stats()
+            optimizer.step()
+            torch.tpu.synchronize()
+    after = tpu_compile.stats()
+    assert after["executions"] - before["executions"] <= most and after["lowerings"] == before["lowerings"]
+
+
 def test_gradients_are_clipped():
     model = torch.nn.Linear(3, 4).to("tpu")
     model(torch.randn(2, 3, device="tpu")).sum().backward()

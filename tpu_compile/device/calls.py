@@ -137,9 +137,14 @@ class HostUse:
 
 
 class Template:
-    """The arguments of a call with every tensor and every lifted number replaced by where it comes from."""
+    """The arguments of a call with every tensor and every lifted number replaced by where it comes from.
+
+    Raises:
+        RuntimeError: they name another device of our type than the first, or pinned memory.
+    """
 
     def __init__(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], lifts: dict[Any, bool]) -> None:
+        memory.check(None, None, kwargs.get("pin_memory"))
         self._call, self._uses, self._numbers, self._hosts = call, 0, 0, 0
         self.args = [self._leaf(a, lifts.get(i, False)) for i, a in enumerate(args)]
         self.kwargs = {k: self._leaf(v, lifts.get(k, False)) for k, v in kwargs.items()}

@@ -23,7 +23,7 @@ from tpu_compile.lowering.memory import write_window
 from tpu_compile.lowering.program import Program, TensorSpec, dense_order, row_major
 from tpu_compile.stats import counters
 
-_KEPT_CONSTANTS = 4096
+_KEPT_CONSTANTS = 1024
 
 
 class Plan:
