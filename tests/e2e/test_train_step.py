@@ -231,6 +231,91 @@ def test_master_weights_of_a_bfloat16_model():
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
+MASTERED = {
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+}
+
+
+def half_pair(device: str, make):
+    """A bfloat16 model with its optimizer on the device, and masters of the same on the CPU."""
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5)).bfloat16()
+    ours, masters = copy.deepcopy(host).to(device), Masters(host)
+    return ours, make(ours.parameters()), masters, make(masters.masters)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MASTERED)
+def test_master_weights_inside_the_step(name, device):
+    """Steps far smaller than a bfloat16's last digit add up; 30 losses are eager's with masters."""
+    ours, optimizer, pair, other = half_pair(device, MASTERED[name])
+    step = train_step(ours, lambda out, y: F.cross_entropy(out.float(), y), optimizer, master_weights=True)
+    x, y = batch()
+    for number in range(30):
+        pair.model.zero_grad()
+        want = F.cross_entropy(pair.model(x.bfloat16()).float(), y)
+        want.backward()
+        for p, master in zip(pair.model.parameters(), pair.masters, strict=True):
+            master.grad = p.grad.float()
+        other.step()
+        pair.write()
+        got = step(x.bfloat16().to(device), y.to(device))
+        assert got.item() == pytest.approx(want.item(), abs=5e-3)
+        if not number:
+            tpu_compile.reset_stats()
+    stats = tpu_compile.stats()
+    assert stats["executions"] == 29 and stats["xla_compiles"] == stats["lowerings"] == 0
+    for p, master in zip(ours.parameters(), pair.masters, strict=True):
+        kept = optimizer.state[p]["master_weight"]
+        assert torch.equal(kept.to(torch.bfloat16), p.detach()) and not torch.equal(kept, p.detach().float())
+        assert {t.dtype for t in optimizer.state[p].values()} == {torch.float32}
+        torch.testing.assert_close(kept.cpu(), master.detach(), rtol=1e-2, atol=2e-3)
+
+
+def master_run(saved=None):
+    """A model after the state that was ``saved``, or after three steps; its optimizer, and what makes a step."""
+    ours, optimizer, *_ = half_pair("cpu", MASTERED["AdamW"])
+    step = train_step(ours, lambda out, y: F.cross_entropy(out.float(), y), optimizer, master_weights=True)
+    x, y = batch()
+    if saved:
+        ours.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    else:
+        for _ in range(3):
+            step(x.bfloat16(), y)
+    return ours, optimizer, lambda: step(x.bfloat16(), y).item()
+
+
+def test_master_weights_are_saved_loaded_and_give_way_to_weights_that_are_written():
+    ours, optimizer, step = master_run()
+    saved = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
+    *_, again = master_run(saved)
+    assert [step() for _ in range(5)] == [again() for _ in range(5)]
+    with torch.no_grad():
+        ours[0].weight.zero_()
+    step()
+    master = optimizer.state[ours[0].weight]["master_weight"]
+    assert 0 < master.abs().max() < 2e-3 and torch.equal(master.bfloat16(), ours[0].weight.detach())
+
+
+def test_master_weights_under_a_grad_scaler():
+    """float16: gradients are unscaled in float32, and a step with an infinity leaves masters and weights alone."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5)).half()
+    optimizer, scaler = torch.optim.AdamW(ours.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    step = train_step(
+        ours, lambda out, y: F.cross_entropy(out.float(), y), optimizer, scaler=scaler, master_weights=True
+    )
+    x, y = batch()
+    losses = [step(x.half(), y).item() for _ in range(10)]
+    assert losses[-1] < losses[0]
+    before = copy.deepcopy((ours.state_dict(), optimizer.state[ours[0].weight]))
+    step(torch.where(x > 1, torch.inf, x).half(), y)
+    assert scaler.get_scale() == 2.0**7
+    torch.testing.assert_close((ours.state_dict(), optimizer.state[ours[0].weight]), before, rtol=0, atol=0)
+
+
 def test_state_is_loaded_and_saved_at_any_time():
     ours, optimizer, *_ = pair("tpu")
     x, y = (t.to("tpu") for t in batch())

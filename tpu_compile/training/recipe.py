@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tpu_compile.training import update
+from tpu_compile.training import state, update
 
 Tensor = torch.Tensor
 
@@ -27,6 +27,7 @@ class Recipe:
     autocast: torch.dtype | None
     remat: float | None
     scaler: torch.amp.GradScaler | None
+    master_weights: bool = False
 
     @property
     def name(self) -> str:
@@ -49,6 +50,11 @@ class Recipe:
                 return loss(inputs, *targets)
 
         return loss if dtype is None else autocast_loss
+
+    def prime(self, optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> None:
+        """Make the state that the optimizer would make in its first step."""
+        make = state.prime_masters if self.master_weights else state.prime
+        make(optimizer, trained)
 
     def scaling(self) -> update.Scaling | None:
         """The scaler's constants; None without one, or if it is disabled."""

@@ -8,12 +8,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tpu_compile.errors import LoweringError
 
 Tensor = torch.Tensor
+
+MASTER = "master_weight"
+"""The key of a 16-bit parameter's float32 master in its state."""
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
@@ -73,6 +78,47 @@ def _prime_momentum(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> N
     for p in params:
         if optimizer.state[p].get("momentum_buffer") is None:
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def prime_masters(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor]) -> None:
+    """As ``prime``, as if 16-bit parameters were float32: each gets a master, kept in its state beside the rest."""
+    stepped = [_master(optimizer.state[p], p) if p.dtype in _HALVES else p for p in trained]
+    other = stand_in(optimizer, {id(p): m for p, m in zip(trained, stepped, strict=True)})
+    for p, m in zip(trained, stepped, strict=True):
+        other.state[m] = {key: _widened(v, p) for key, v in optimizer.state[p].items() if key != MASTER}
+    prime(other, stepped)
+    for p, m in zip(trained, stepped, strict=True):
+        optimizer.state[p] = other.state[m] if m is p else {**other.state[m], MASTER: m}
+
+
+def _master(kept: Mapping[str, Any], p: Tensor) -> Tensor:
+    master: Tensor = kept[MASTER] if MASTER in kept else p.detach()
+    return master.float()
+
+
+def _widened(value: Any, p: Tensor) -> Any:
+    """State that the optimizer has made in the dtype of a 16-bit parameter."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == p.dtype and p.dtype in _HALVES else value
+
+
+def load_exactly(optimizer: torch.optim.Optimizer) -> None:
+    """From now on ``load_state_dict`` leaves float32 state of 16-bit parameters what it is; torch would round it."""
+    given: list[Mapping[str, Any]] = []
+
+    def before(_: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        given.append(saved)
+
+    def after(loaded: torch.optim.Optimizer) -> None:
+        saved = given.pop()
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        params = [p for group in loaded.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype == torch.float32 and p.dtype in _HALVES and key != "step":
+                    loaded.state[p][key] = value.to(p.device, copy=True)
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ def train_step(
     autocast: torch.dtype | None = None,
     remat: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    master_weights: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """A whole training step as one program: ``loss = step(inputs, *targets)``.
@@ -59,6 +60,9 @@ def train_step(
             any case.
         scaler: a GradScaler: the loss is scaled, a step with gradients that are not finite is left out, and the scale
             is updated, all inside the program. Do not call its ``step`` or ``update``.
+        master_weights: for bfloat16 or float16 parameters: the optimizer steps float32 masters, with float32 state, and
+            the parameters are their roundings. The masters lie in the optimizer's state, and so in its ``state_dict``;
+            its ``load_state_dict`` is exact from here on. A weight that you write yourself becomes the new master.
         options: as of ``torch.compile(options=...)``.
 
     Raises:
@@ -73,7 +77,9 @@ def train_step(
         raise ConfigError(f"clip_norm={clip_norm!r}: a positive norm was expected.")
     state.check(optimizer)
     _check_model(model)
-    recipe = Recipe(model, loss_fn, optimizer, accumulate, clip_norm, autocast, remat, scaler)
+    if master_weights:
+        state.load_exactly(optimizer)
+    recipe = Recipe(model, loss_fn, optimizer, accumulate, clip_norm, autocast, remat, scaler, master_weights)
     return TrainStep(recipe, check_options(options or {}))
 
 

@@ -59,7 +59,8 @@ def trace(
     clip_norm: float | None = None,
     scaling: Scaling | None = None,
 ) -> Update:
-    """Trace the optimizer's step on its parameters ``trained``, whose state exists.
+    """Trace the optimizer's step on its parameters ``trained``, whose state exists. Parameters with a master in their
+    state get its rounding.
 
     Raises:
         LoweringError: the step cannot be traced: it looks at values, or keeps state beside its tensors.
@@ -80,6 +81,7 @@ class _Trace:
         self.places = hyper.places(optimizer.param_groups)
         self.slots = state.slots(optimizer, trained, counted_here=scaling is None)
         self.counts = _shared(self.slots, optimizer, trained)
+        self.masters = {slot.param: i for i, slot in enumerate(self.slots) if slot.key == state.MASTER}
         self.numbers = NumberArithmetic()
 
     def run(self) -> Update:
@@ -117,10 +119,14 @@ class _Trace:
         scale = rest[-2:] if self.scaling else []
         tensors = self._state(rest, numbers)
         olds = [t.clone() for t in (*params, *tensors)] if self.scaling else []
+        stepped = self._stepped(params, tensors)
+        grads = [grad.to(p.dtype) for grad, p in zip(grads, stepped, strict=True)]
         found = self._unscale(grads, *scale[:1]) if self.scaling else None
-        shadow = self._shadow(params, tensors, numbers)
-        self._step(shadow, params, grads)
-        self._check_state(shadow, params, tensors)
+        shadow = self._shadow(stepped, tensors, numbers)
+        self._step(shadow, stepped, grads)
+        self._check_state(shadow, stepped, tensors)
+        for index in self.masters:
+            params[index].copy_(stepped[index])
         results = [*params, *tensors]
         if self.scaling and found is not None:
             results = [torch.where(found != 0, old, new) for old, new in zip(olds, results, strict=True)]
@@ -141,6 +147,15 @@ class _Trace:
             else:
                 made.append(next(supply))
         return made
+
+    def _stepped(self, params: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
+        """What the optimizer steps: the parameters, or their masters. A weight that is not its master's rounding has
+        been written to since (``load_state_dict``): it is the new master."""
+        stepped = params[:]
+        for index, slot in self.masters.items():
+            p, stepped[index] = params[index], tensors[slot]
+            stepped[index].copy_(torch.where(tensors[slot].to(p.dtype) == p, tensors[slot], p.float()))
+        return stepped
 
     def _unscale(self, grads: list[Tensor], scale: Tensor) -> Tensor:
         found = torch.zeros((), device=scale.device)

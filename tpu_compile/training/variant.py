@@ -57,7 +57,7 @@ class Variant:
     def _make(self, arguments: tuple[Any, ...], compiled: Any) -> StepProgram:
         """Trace the optimizer and compile the whole step."""
         trained = self._trained(arguments)
-        state.prime(self.recipe.optimizer, [p for _, p in trained])
+        self.recipe.prime(self.recipe.optimizer, [p for _, p in trained])
         found = self._update(self.recipe.optimizer, [p for _, p in trained])
         if compiled is None:
             graph = self._graph(found, [i for i, _ in trained], arguments)
@@ -71,7 +71,7 @@ class Variant:
         """The whole step's graph; the optimizer stays as it is."""
         trained = self._trained(arguments)
         shadow = state.stand_in(self.recipe.optimizer)
-        state.prime(shadow, [p for _, p in trained])
+        self.recipe.prime(shadow, [p for _, p in trained])
         found = self._update(shadow, [p for _, p in trained])
         return self._graph(found, [i for i, _ in trained], arguments)
 
