@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from tpu_compile import compiler, tracing
-from tpu_compile.errors import BadCall, ConfigError
+from tpu_compile.errors import BadCall, ConfigError, TpuCompileError, plain
 from tpu_compile.lowering.random import functionalize_subgraphs
 
+_OTHERWISE = "Use the model's own generate, with model.forward = torch.compile(model.forward, backend='tpu')"
 LOOK_EVERY = 16
 """Tokens between two looks at whether every sequence has ended: a look waits for the device."""
 
@@ -247,7 +249,16 @@ class _State:
 def compiled_step(step: Callable[[], None], name: str) -> Callable[[int], None]:
     """A function that overwrites tensors that stay, as one program. The result takes how often to run it: each time is
     one execution on those very tensors, without guards."""
-    found = tracing.capture_call(step, (), {})
+    try:
+        found = tracing.capture_call(step, (), {})
+    except TorchDynamoException as error:
+        if isinstance(error, TpuCompileError):
+            raise
+        raise BadCall(
+            f"{name} cannot be one program, with a cache of a fixed size and lengths that are tensors (MPT wants "
+            f"numbers). {_OTHERWISE}: that is a program for each length.\n{plain(error)}",
+            "UNIMPLEMENTED",
+        ) from error
     functionalize_subgraphs(found.graph)
     run = compiler.compile_graph(found.graph, name, kept=found.kept, one_graph=True)
     held: list[Any] = []
@@ -293,8 +304,8 @@ def _keys_and_values(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     other = next((type(layer).__name__ for layer in cache.layers if getattr(layer, "keys", None) is None), None)
     if other:
         raise BadCall(
-            f"a layer of {type(model).__name__} keeps a {other} where Decoder has a place for keys and values. Use the "
-            "model's own generate, with model.forward = torch.compile(model.forward, backend='tpu').",
+            f"a layer of {type(model).__name__} keeps a {other} where Decoder has a place for keys and values. "
+            f"{_OTHERWISE}.",
             "UNIMPLEMENTED",
         )
     return [(layer.keys, layer.values) for layer in cache.layers]

@@ -125,6 +125,13 @@ def test_a_model_with_another_kind_of_state_is_told():
         Decoder(transformers.MambaForCausalLM(config).eval(), max_length=16)(prompts()[0], max_new_tokens=2)
 
 
+def test_a_model_that_counts_with_numbers_is_told():
+    config = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=100, max_seq_len=16)
+    with pytest.raises(tpu_compile.BadCall, match=r"MptForCausalLM_read cannot be one program.*own generate") as caught:
+        Decoder(transformers.MptForCausalLM(config).eval(), max_length=16)(prompts()[0], max_new_tokens=2)
+    assert "modeling_mpt.py" in str(caught.value)
+
+
 def test_drawn_tokens_follow_the_seed_and_sequences_end():
     model, (ids, mask) = llama(), prompts()
     decoder = Decoder(model, max_length=ROOM)
