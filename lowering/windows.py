@@ -13,6 +13,7 @@ from tpu_compile.lowering.hlo import (
     COMBINERS,
     Dims,
     Value,
+    compare,
     dtype,
     identity,
     int_matrix,
@@ -111,6 +112,26 @@ def reduce_window(
     element_types = [tensor_type((), dtype(x)) for x in xs]
     region(op, 0, [*element_types, *element_types], body)
     return list(op.results)
+
+
+def select_and_scatter(
+    x: Value, source: Value, window: Dims, strides: Dims, padding: Sequence[tuple[int, int]]
+) -> Value:
+    """Zeros like ``x``, to which each element of ``source`` is added where its window of ``x`` has its maximum, never
+    in the padding. Which of equal ones, XLA chooses."""
+    op = stablehlo.SelectAndScatterOp(
+        x.type,
+        x,
+        source,
+        scalar(0, dtype(x)),
+        window_dimensions=ir.DenseI64ArrayAttr.get(list(window)),
+        window_strides=ir.DenseI64ArrayAttr.get(list(strides)),
+        padding=int_matrix(padding),
+    )
+    pair = [tensor_type((), dtype(x))] * 2
+    region(op, 0, pair, lambda a, b: compare(a, b, "GE"))
+    region(op, 1, pair, stablehlo.add)
+    return op.result
 
 
 def running(x: Value, axis: int, combiner: str | Callable[[Value, Value], Value], init: Any = None) -> Value:

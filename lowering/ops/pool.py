@@ -18,7 +18,7 @@ from tpu_compile.lowering import dtypes, hlo
 from tpu_compile.lowering.context import LoweringContext
 from tpu_compile.lowering.hlo import Value
 from tpu_compile.lowering.registry import lowers
-from tpu_compile.lowering.windows import reduce_window
+from tpu_compile.lowering.windows import reduce_window, select_and_scatter
 
 aten = torch.ops.aten
 Ints = Sequence[int]
@@ -129,6 +129,30 @@ def max_with_positions(x: Value, boxes: Sequence[Window]) -> tuple[Value, Value]
     return x, index
 
 
+def max_alone(x: Value, boxes: Sequence[Window]) -> Value:
+    """The maximum of every box."""
+    x = _covered(x, boxes)
+    kernel, stride, padding, dilation = _columns(hlo.rank(x), boxes)
+    start = hlo.scalar(lowest(hlo.dtype(x)), hlo.dtype(x))
+    return reduce_window([x], [start], stablehlo.maximum, kernel, stride, padding, dilation)[0]
+
+
+def _covered(x: Value, boxes: Sequence[Window]) -> Value:
+    """``x`` without the last elements that are in no box."""
+    for w in boxes:
+        x = hlo.slice_axis(x, w.axis, 0, w.size + min(w.high, 0))
+    return x
+
+
+def _columns(rank: int, boxes: Sequence[Window]) -> tuple[list[int], list[int], list[tuple[int, int]], list[int]]:
+    """Kernel, stride, padding and dilation, with an entry for every axis, of what ``_covered`` gives."""
+    kernel, stride, padding, dilation = [1] * rank, [1] * rank, [(0, 0)] * rank, [1] * rank
+    for w in boxes:
+        kernel[w.axis], stride[w.axis], dilation[w.axis] = w.kernel, w.stride, w.dilation
+        padding[w.axis] = w.padding, max(w.high, 0)
+    return kernel, stride, padding, dilation
+
+
 def flat_positions(x: Value, axes: Ints) -> Value:
     """Row-major positions over ``axes`` as i32, shaped like ``x``."""
     index = hlo.full(0, torch.int32, hlo.shape(x))
@@ -146,6 +170,8 @@ def _max_pool(
     values, indices = ctx.outs
     boxes = windows(x, values.shape, kernel, stride, padding, dilation, spatial=spatial)
     value, index = max_with_positions(x, boxes)
+    if ctx.family == "tpu":  # which has one operation for it; where no one reads the positions they are not computed
+        value = max_alone(x, boxes)
     return hlo.convert(value, values.dtype), hlo.convert(index, indices.dtype)
 
 
@@ -188,7 +214,7 @@ def max_pool2d_with_indices_backward(
     indices: Value,
 ) -> Value:
     boxes = windows(x, hlo.shape(grad_output), kernel_size, stride, padding, dilation, spatial=2)
-    return send_back(ctx, grad_output, indices, boxes)
+    return _max_pool_backward(ctx, grad_output, x, indices, boxes)
 
 
 @lowers(aten.max_pool3d_with_indices_backward.default)
@@ -204,7 +230,26 @@ def max_pool3d_with_indices_backward(
     indices: Value,
 ) -> Value:
     boxes = windows(x, hlo.shape(grad_output), kernel_size, stride, padding, dilation, spatial=3)
-    return send_back(ctx, grad_output, indices, boxes)
+    return _max_pool_backward(ctx, grad_output, x, indices, boxes)
+
+
+def _max_pool_backward(ctx: LoweringContext, grad: Value, x: Value, indices: Value, boxes: Sequence[Window]) -> Value:
+    if ctx.family == "tpu" and all(w.dilation == 1 for w in boxes):
+        return send_to_maxima(ctx, grad, x, boxes)
+    return send_back(ctx, grad, indices, boxes)
+
+
+def send_to_maxima(ctx: LoweringContext, grad: Value, x: Value, boxes: Sequence[Window]) -> Value:
+    """Each window's gradient added at its maximum, looked for again: a TPU has one operation for it. Sums of up to four
+    16-bit gradients are rounded as they grow: as float32, what is pooled would be in memory a second time."""
+    out = ctx.out
+    meeting = math.prod(-(-w.kernel // w.stride) for w in boxes)
+    kind = out.dtype if meeting <= 4 else dtypes.opmath(out.dtype)
+    x = hlo.convert(_covered(x, boxes), kind)
+    kernel, stride, padding, _ = _columns(hlo.rank(x), boxes)
+    result = select_and_scatter(x, hlo.convert(grad, kind), kernel, stride, padding)
+    rest = [size - covered for size, covered in zip(out.shape, hlo.shape(x), strict=True)]
+    return hlo.convert(hlo.pad(result, 0, [0] * len(rest), rest), out.dtype)
 
 
 def send_back(ctx: LoweringContext, grad: Value, indices: Value, boxes: Sequence[Window]) -> Value:
@@ -264,9 +309,7 @@ def scatter_flat(x: Value, indices: Value, shape: Ints, spatial: int) -> Value:
 
 def sums(x: Value, boxes: Sequence[Window]) -> Value:
     """The sum of every box."""
-    for w in boxes:
-        x = hlo.slice_axis(x, w.axis, 0, w.size + min(w.high, 0))
-    return window_sum(x, [(w.axis, w.kernel, w.stride, (w.padding, max(w.high, 0)), 1) for w in boxes])
+    return window_sum(_covered(x, boxes), [(w.axis, w.kernel, w.stride, (w.padding, max(w.high, 0)), 1) for w in boxes])
 
 
 def window_sum(x: Value, rows: Sequence[tuple[int, int, int, tuple[int, int], int]]) -> Value:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.lowering.edges import for_a_tpu
+
 aten = torch.ops.aten
 
 
@@ -36,6 +38,26 @@ WINDOWS = [
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_max_and_its_gradient(agrees: Any, window: tuple[Any, ...]) -> None:
     agrees(lambda x: F.max_pool2d(x, *window, return_indices=True), leaf(2, 3, 13, 11), grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_max_and_its_gradient_for_a_tpu(window: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """One operation each, where positions are not asked for. Which of equal maxima takes the gradient, XLA chooses."""
+
+    def gradient(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda x, weight: (F.max_pool2d(x, *window) * weight).sum())(x, weight)
+
+    torch.manual_seed(0)
+    x = torch.randperm(143).view(1, 1, 13, 11).to(dtype)
+    weight = torch.rand_like(F.max_pool2d(x, *window))
+    found = for_a_tpu(gradient, x, weight)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.results[0], gradient(x.double(), weight.double()).to(dtype), rtol=2 * eps, atol=0)
+    assert ("select_and_scatter" in found.stablehlo) == (window[3] == 1)
+    pooled = for_a_tpu(lambda x: F.max_pool2d(x, *window), x)
+    assert torch.equal(pooled.results[0], F.max_pool2d(x, *window))
+    assert " iota(" not in pooled.hlo
 
 
 @pytest.mark.parametrize("window", [*WINDOWS, (40, 3, 5, 1, False)], ids=str)
