@@ -39,6 +39,7 @@ _GROWN = 2 << 30
 """Bytes of memory with which a worker is not kept: libtpu gives back little of what a compile took, and the next one
 comes on top of it."""
 _T = TypeVar("_T")
+_Reply = tuple[dict[str, Any], bytes]
 
 
 def topology(name: str) -> Topology:
@@ -47,7 +48,7 @@ def topology(name: str) -> Topology:
     Raises:
         MissingDependency: libtpu is not installed.
         ConfigError: no such generation, or a grid that it does not come in.
-        DeviceError: libtpu crashed; the message ends with what it wrote.
+        DeviceError: libtpu does not start, or crashed; the message ends with what it wrote.
     """
     library = plugin.libtpu()
     if library is None:
@@ -55,6 +56,8 @@ def topology(name: str) -> Topology:
     # libtpu takes no name for the machine it believes to be on.
     reply, _ = _workers.request({"do": "open", "topology": name or " "}, b"", f"opening {name}")
     if "error" in reply:
+        if status.code(reply["error"]) != "INVALID_ARGUMENT":
+            raise status.device_error(RuntimeError(reply["error"]), f"opening {name}")
         raise ConfigError(
             f"No TPU topology is called {name!r}: {status.excerpt(reply['error']).rstrip('.')}. "
             f"Generations: {', '.join(GENERATIONS)}. Names look like {_EXAMPLES}."
@@ -117,26 +120,46 @@ class Topology:
     platform: str = "tpu"
     family: str = "tpu"
 
-    def compile(self, bytecode: bytes, name: str, options: CompileOptions) -> CompileOnlyExecutable:
+    def compile(
+        self, bytecode: bytes, name: str, options: CompileOptions, *, code: bool = True
+    ) -> CompileOnlyExecutable:
         """Compile a StableHLO program given as MLIR bytecode (or MLIR text).
+
+        Args:
+            code: whether the serialized executable is wanted, which is most of the bytes.
 
         Raises:
             OutOfMemory: it does not fit the chip; ``needed`` and ``available`` are bytes.
             ConfigError: an XLA option that does not exist, or more partitions than the slice has devices.
             CompilationFailed: XLA rejected the program, or libtpu crashed over it.
         """
-        wanted = options.num_replicas * options.num_partitions
-        if wanted > self.device_count:
-            raise ConfigError(f"{self.name} has {self.device_count} devices, and the program is for {wanted}")
-        request = {"do": "compile", "topology": self.name, "options": asdict(options)}
-        reply, payload = _blaming(
-            lambda: _workers.request(request, bytecode, f"compiling {name} for {self.name}"), bytecode, name, options
-        )
-        if "error" in reply:
-            raise _compile_error(reply["error"], bytecode, name, options)
+        reply, payload = self._asked(_workers.request, bytecode, name, options, code)
         cut = reply["text_bytes"]
         memory = MemoryAnalysis(**reply["memory"])
         return CompileOnlyExecutable(name, payload[:cut].decode(), reply["cost"], memory, payload[cut:])
+
+    def hbm(self, bytecode: bytes, name: str, options: CompileOptions) -> int:
+        """Bytes of HBM that a program's arguments, results and temporaries take, in a fraction of the time and memory
+        of compiling it: the compiler is stopped when it has placed them, before it makes any code.
+
+        Raises:
+            OutOfMemory, ConfigError, CompilationFailed: as ``compile``.
+        """
+        reply, _ = self._asked(_workers.request_once, bytecode, name, options, False)
+        return int(reply["hbm"])
+
+    def _asked(
+        self, ask: Callable[..., _Reply], bytecode: bytes, name: str, options: CompileOptions, code: bool
+    ) -> _Reply:
+        wanted = options.num_replicas * options.num_partitions
+        if wanted > self.device_count:
+            raise ConfigError(f"{self.name} has {self.device_count} devices, and the program is for {wanted}")
+        request = {"do": "compile", "topology": self.name, "options": asdict(options), "code": code}
+        doing = f"compiling {name} for {self.name}"
+        reply, payload = _blaming(lambda: ask(request, bytecode, doing), bytecode, name, options)
+        if "error" in reply:
+            raise _compile_error(reply["error"], bytecode, name, options)
+        return reply, payload
 
     def key_parts(self, options: CompileOptions) -> dict[str, str]:
         """Everything besides the program that decides the binary, each with a label."""
@@ -178,19 +201,19 @@ class WorkerCrashed(DeviceError):
 class _Worker:
     """One process with libtpu in it, asked one thing at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.pid, self.resident = os.getpid(), 0
         self._written = 0  # what the log held when the last request had been answered
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by _end)
         # Its own session: Ctrl-C is for the user's process, which then ends the worker. -P: the user's folder may
         # hold a file called like a module of ours.
-        command = [sys.executable, "-P", "-m", WORKER]
+        command = [sys.executable, "-P", "-m", WORKER, *arguments]
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True
         )
         self._stop = weakref.finalize(self, _end, self._process, self._log, self.pid)
 
-    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
+    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> _Reply:
         assert self._process.stdin and self._process.stdout
         try:
             send(self._process.stdin, header, payload)
@@ -253,12 +276,20 @@ class _Workers:
         self._idle: list[_Worker] = []
         self._changed = threading.Condition()
 
-    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> tuple[dict[str, Any], bytes]:
+    def request(self, header: Mapping[str, Any], payload: bytes, doing: str) -> _Reply:
         with self._lent() as worker:
-            reply, data = worker.request(header, payload, doing)
-            worker.resident = reply.get("resident", worker.resident)
-            self._largest = max(self._largest, worker.resident)
-            return reply, data
+            return self._answered(worker, header, payload, doing)
+
+    def request_once(self, header: Mapping[str, Any], payload: bytes, doing: str) -> _Reply:
+        """The answer of a worker that is told a folder to write to, and answers once."""
+        with tempfile.TemporaryDirectory(prefix="tpu-compile-") as folder, self._lent(folder) as worker:
+            return self._answered(worker, header, payload, doing)
+
+    def _answered(self, worker: _Worker, header: Mapping[str, Any], payload: bytes, doing: str) -> _Reply:
+        reply, data = worker.request(header, payload, doing)
+        worker.resident = reply.get("resident", worker.resident)
+        self._largest = max(self._largest, worker.resident)
+        return reply, data
 
     def _free(self) -> bool:
         """Whether one more may work. How much memory a compile takes is known after the first one."""
@@ -266,19 +297,20 @@ class _Workers:
         return not self._busy or (self._busy < self.limit and fits)
 
     @contextmanager
-    def _lent(self) -> Iterator[_Worker]:
+    def _lent(self, *arguments: str) -> Iterator[_Worker]:
+        """A worker; with arguments one that is started with them, and ended."""
         with self._changed:
             self._changed.wait_for(self._free)
             self._busy += 1
-            worker = self._idle.pop() if self._idle else None
+            worker = self._idle.pop() if self._idle and not arguments else None
         try:
             if worker is None or not worker.alive:
-                worker = _Worker()
+                worker = _Worker(*arguments)
             yield worker
         finally:
             with self._changed:
                 self._busy -= 1
-                if worker and worker.resident > _GROWN:
+                if worker and (arguments or worker.resident > _GROWN):
                     worker.end()
                 elif worker and worker.alive:
                     self._idle.append(worker)
@@ -320,7 +352,7 @@ def send(stream: IO[bytes], header: Mapping[str, Any], payload: bytes) -> None:
     stream.flush()
 
 
-def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes]:
+def receive(stream: IO[bytes]) -> _Reply:
     """Read one message.
 
     Raises:

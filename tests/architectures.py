@@ -38,6 +38,7 @@ PAIRS = ("t5", "bart", "marian")
 VISION: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (32, {"image_size": 32, "patch_size": 8}) for name in ("vit", "deit", "beit")},
     **dict.fromkeys(("resnet", "convnext", "regnet"), (64, _STAGES)),
+    "segformer": (64, _STAGES | {"num_attention_heads": [1, 2, 4, 8], "decoder_hidden_size": 32}),
     "swin": (64, {"image_size": 64, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}),
 }
 SPEECH, BOTH = "whisper", "clip"

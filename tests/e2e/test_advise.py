@@ -68,6 +68,39 @@ def deep():
 def one_row(batch=1):
     return nn.Linear(1024, 1024, dtype=torch.bfloat16), (torch.zeros(batch, 1024, dtype=torch.bfloat16),)
 
+class Turned(nn.Module):
+    def forward(self, table, x):
+        rows = torch.softmax(table.t(), -1)
+        return rows, x @ x
+
+def turned():
+    return Turned(), (torch.zeros(4096, 2048), torch.zeros(1024, 1024, dtype=torch.bfloat16))
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_head, self.head_dim = 4, 64
+        self.qkv, self.norm = nn.Linear(256, 768, bias=False), nn.RMSNorm(64)
+
+    def forward(self, x):
+        parts = self.qkv(x).view(*x.shape[:2], 3, self.n_head, self.head_dim).transpose(1, 3)
+        q, k, v = parts.unbind(2)
+        return nn.functional.scaled_dot_product_attention(self.norm(q), k, v)
+
+def heads():
+    return Attention().bfloat16(), (torch.zeros(2, 256, 256, dtype=torch.bfloat16),)
+
+class Floats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 256)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+def floats():
+    return Floats(), (torch.zeros(1024, 512),)
+
 def bert():
     import transformers
     sizes = dict(num_hidden_layers=1, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
@@ -91,8 +124,8 @@ def advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def call(name: str) -> dict[str, Any]:
-        done = CliRunner().invoke(main, ["advise", f"models.py:{name}", "--target", "v5e", "--json"])
+    def call(name: str, *arguments: str) -> dict[str, Any]:
+        done = CliRunner().invoke(main, ["advise", f"models.py:{name}", "--target", "v5e", "--json", *arguments])
         assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
         found: dict[str, Any] = json.loads(done.stdout)
         return found
@@ -142,6 +175,34 @@ def test_one_row_wastes_seven(advice: Callable[..., dict[str, Any]]) -> None:
     found = {f["kind"]: f for f in advice("one_row")["findings"]}
     assert found["batch"]["gain"] > 0.5 and "batch 8 in place of 1" in found["batch"]["write"]
     assert found["batch"]["gain"] == pytest.approx(1 - found["batch"]["after"] / 8 / found["batch"]["before"])
+
+
+def test_a_transpose_of_an_argument_goes_into_how_it_is_kept(advice: Callable[..., dict[str, Any]]) -> None:
+    found = {f["kind"]: f for f in advice("turned")["findings"]}
+    assert found["transpose"]["where"] == at("        rows = torch.softmax(table.t(), -1)")
+    assert "args[0] f32[4096,2048] is transposed" in found["transpose"]["title"]
+    assert "keep it as [2048, 4096]" in found["transpose"]["write"] and found["transpose"]["gain"] > 0.1
+
+
+@pytest.mark.full
+def test_narrow_heads_are_padded_or_made_wider_where_the_model_is_trained(
+    advice: Callable[..., dict[str, Any]],
+) -> None:
+    line = at("        return nn.functional.scaled_dot_product_attention(self.norm(q), k, v)")
+    for arguments, words in (((), "scale=64**-0.5)[..., :64]"), (("--train",), "2 heads of 128 in place of 4 of 64")):
+        found = advice("heads", *arguments)
+        (finding,) = [f for f in (*found["findings"], *found["without_gain"]) if f["kind"] == "heads"]
+        assert words in finding["write"] and finding["where"] == line and not found["untried"]
+        assert finding["gain"] == pytest.approx(1 - finding["after"] / finding["before"])
+
+
+@pytest.mark.full
+def test_float32_products_and_a_long_gelu(advice: Callable[..., dict[str, Any]]) -> None:
+    found = advice("floats")["findings"]
+    assert [f["kind"] for f in found] == ["precision", "precision", "op"] and found[0]["gain"] > found[1]["gain"] > 0.2
+    assert "bfloat16" in found[0]["write"] and 'precision("high")' in found[1]["write"]
+    assert found[2]["where"] == at("        return self.down(nn.functional.gelu(self.up(x)))")
+    assert 'approximate="tanh"' in found[2]["write"] and all("models.py" in f["where"] for f in found)
 
 
 def test_layers_that_repeat_are_tried_as_a_loop(advice: Callable[..., dict[str, Any]]) -> None:

@@ -183,7 +183,8 @@ def searched(
         size = needed[target](load.batch)
         return Point(load.batch, load.batch, size, 1000, size <= 1000, seconds=1.0)
 
-    monkeypatch.setattr("tpu_compile.targets.estimate.measured", measured)
+    for name in ("measured", "sized"):
+        monkeypatch.setattr(f"tpu_compile.targets.estimate.{name}", measured)
     estimator = Estimator(MadeUp(lambda batch: Made(None, (), {}, batch or 1)), exact=exact, at_once=1)
     rows = estimator.estimate(list(needed))
     compiles = {name: sum(target == name for target, _ in estimator._points) for name in needed}

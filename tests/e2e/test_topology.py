@@ -104,6 +104,22 @@ def test_a_program_that_does_not_fit_says_by_how_much(tmp_path: Path) -> None:
     assert (Path(error.dump) / "program.mlir").read_bytes() == matmul(65536, "f32")
 
 
+def test_memory_is_known_before_there_is_code(worker: int) -> None:
+    target, program = topology("v5e:1x1"), matmul(2048)
+    held = target.compile(program, "whole", DEFAULT).memory_analysis().held
+    assert target.hbm(program, "in part", DEFAULT) == pytest.approx(held, abs=2**16) and held >= 3 * 2048 * 2048 * 2
+    with pytest.raises(OutOfMemory) as caught:
+        target.hbm(matmul(65536, "f32"), "large", DEFAULT)
+    assert (caught.value.needed, caught.value.available) == (48 << 30, 63 << 28)
+    (left,) = topology_module._workers._idle
+    assert left._process.pid == worker, "a process that answers once is started for it"
+
+
+def test_code_is_left_out_where_nobody_wants_it() -> None:
+    whole, part = (topology("v5e:1x1").compile(matmul(), "p", DEFAULT, code=code) for code in (True, False))
+    assert (part.text, part.memory, part.cost, part.blob) == (whole.text, whole.memory, whole.cost, b"")
+
+
 def test_a_program_for_four_devices_is_partitioned() -> None:
     t = "tensor<1024x1024xf32>"
     code = f"""module @m attributes {{mhlo.num_partitions = 4 : i32}} {{
@@ -297,6 +313,27 @@ def test_two_processes_compile_at_once(run_python: RunPython) -> None:
     assert [each.wait() for each in both] == [0, 0]
     """
     )
+
+
+JAX = """
+    import jax, jax.numpy as jnp
+    from jax.experimental import topologies
+    there = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    on = jax.sharding.SingleDeviceSharding(there)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    compiled = jax.jit(lambda x: jnp.tanh(x) @ x, in_shardings=on, out_shardings=on).lower(x).compile()
+    assert "fusion" in compiled.as_text()
+"""
+ALONE = {
+    **{"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"},
+    **{"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "0"},
+}
+"""What jax needs to compile for a TPU that is not there; the machine's lock file stays in force for it."""
+
+
+@pytest.mark.parametrize("code", [JAX + COMPILE, COMPILE + JAX + COMPILE], ids=["jax first", "jax second"])
+def test_beside_a_jax_that_has_loaded_libtpu(run_python: RunPython, code: str) -> None:
+    run_python(code, ALONE)
 
 
 def test_a_forked_child_has_a_worker_of_its_own(run_python: RunPython) -> None:

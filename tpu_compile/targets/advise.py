@@ -14,17 +14,35 @@ from tpu_compile.errors import OutOfMemory, TpuCompileError, plain
 from tpu_compile.executables import options_in_force
 from tpu_compile.stats import on_event
 from tpu_compile.targets.analysis import analyse
-from tpu_compile.targets.changes import Change, changes
+from tpu_compile.targets.changes import (
+    Change,
+    donations,
+    doubles,
+    float_products,
+    gelu,
+    indices,
+    odd_batch,
+    odd_sizes,
+    repeated_layers,
+)
 from tpu_compile.targets.chips import slice_name
 from tpu_compile.targets.compiling import compile_for
 from tpu_compile.targets.describe import relative
 from tpu_compile.targets.estimate import Point, measured
+from tpu_compile.targets.heads import odd_heads
+from tpu_compile.targets.transposes import transposes
 from tpu_compile.targets.workload import Load, Made, Workload, loaded, trace
 
+_LOOKS = (
+    *(odd_sizes, odd_heads, odd_batch, float_products, doubles, indices, gelu, repeated_layers, donations),
+    transposes,
+)
 _OWNER = re.compile(r"^(fn|self\.model|model\.model)\.")
 """What tracing calls the model."""
 _LEAST = 0.01
 """Gains below this are not worth a word."""
+_EXPLAINED = "Explanation:"
+"""Begins the line of Dynamo's errors that says what happened."""
 _TOLERABLE = 0.1
 """A step may become this much slower for a shorter compile."""
 
@@ -95,10 +113,11 @@ class _Adviser:
         load = self.workload.load(batch)
         self.tell(f"{load.program.name} for {self.target}")
         with _watch() as first:
-            compiled = compile_for(self.target, load.program, options_in_force())
+            compiled = compile_for(self.target, load.program, options_in_force(), code=False)
         found = analyse(compiled.executable.as_text(), compiled.executable.memory_analysis(), self.target)
         before = measured(load, self.target)
-        proposed = changes(load, found, arguments_of(load))
+        names = arguments_of(load)
+        proposed = sorted((each for look in _LOOKS for each in look(load, found, names)), key=lambda each: -each.share)
         findings, untried = [], []
         for change in proposed:
             self.tell(f"{change.kind}: {change.title}")
@@ -173,4 +192,6 @@ def _watch() -> Iterator[list[float]]:
 
 
 def _why(error: Exception) -> str:
-    return plain(error).partition("\n")[0][:200]
+    lines = [line.strip() for line in plain(error).splitlines()]
+    told = next((line for line in lines if line.startswith(_EXPLAINED)), lines[0])
+    return told.removeprefix(_EXPLAINED).strip()[:300]

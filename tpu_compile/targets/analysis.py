@@ -24,7 +24,7 @@ class Fit:
 
     Attributes:
         needed, available: bytes of HBM.
-        exact: libtpu said both; else ``needed`` is the program's peak and ``available`` from the table of chips.
+        exact: libtpu said both; else ``needed`` is what the program holds and ``available`` from the table of chips.
     """
 
     needed: int
@@ -42,8 +42,8 @@ class Fit:
 
 
 def fit(memory: MemoryAnalysis, chip: Chip) -> Fit:
-    """How a compiled program fits."""
-    return Fit(memory.peak_memory_in_bytes, chip.usable_bytes, False)
+    """How a compiled program fits: libtpu would have refused it if it did not, and its statistics round up."""
+    return Fit(min(memory.held, chip.usable_bytes), chip.usable_bytes, False)
 
 
 def misfit(error: OutOfMemory) -> Fit:

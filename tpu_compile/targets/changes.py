@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from tpu_compile.targets.describe import emulated, not_donated, relative
 from tpu_compile.targets.workload import Load, Made
 
 aten = torch.ops.aten
-_WORTH = 0.01
+WORTH = 0.01
 """Share of the time below which nothing is looked into."""
 _ROWS = 8
 """Of a tile, and of what the matrix unit takes at once."""
+_PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.linear: 0}
+"""Where the left side is among the arguments."""
 _GELU = {aten.gelu.default: {"approximate": "tanh"}, aten.gelu_backward.default: {"approximate": "tanh"}}
 
 
@@ -33,7 +36,8 @@ class Change:
     """One suggestion.
 
     Attributes:
-        kind: ``pad``, ``batch``, ``precision``, ``dtype``, ``index``, ``donate``, ``scan`` or ``op``.
+        kind: ``pad``, ``heads``, ``batch``, ``precision``, ``dtype``, ``index``, ``donate``, ``transpose``, ``scan`` or
+            ``op``.
         title: what is wrong.
         where: the user's ``file:line``, or nothing.
         write: what to write.
@@ -55,23 +59,10 @@ class Change:
     batch: int | None = None
 
 
-def changes(load: Load, found: Analysis, names: tuple[str, ...]) -> list[Change]:
-    """All that could help, what is about most of the time first.
-
-    Args:
-        names: what each input of the program is, as the user would write it.
-    """
-    proposed = [
-        change for look in (_batch, _precision, _doubles, _indices, _gelu, _layers) for change in look(load, found)
-    ]
-    proposed += [*_padding(load, found, names), *_donations(load, names)]
-    return sorted(proposed, key=lambda change: -change.share)
-
-
 # ---- dimensions
 
 
-def _padding(load: Load, found: Analysis, names: tuple[str, ...]) -> Iterator[Change]:
+def odd_sizes(load: Load, found: Analysis, names: Sequence[str]) -> Iterator[Change]:
     """Sizes of parameters that fill the matrix unit, or the tiles of memory, poorly."""
     sizes: dict[int, tuple[float, str]] = {}
     parameters = _parameter_sizes(load)
@@ -83,7 +74,7 @@ def _padding(load: Load, found: Analysis, names: tuple[str, ...]) -> Iterator[Ch
                     sizes[size] = share + found.share(step.seconds), where
     for size, (share, where) in sizes.items():
         full = -(-size // found.chip.mxu) * found.chip.mxu
-        if share < _WORTH or full > 2 * size:
+        if share < WORTH or full > 2 * size:
             continue
         write = f"make {size:,} a multiple of {found.chip.mxu}: {full:,} (vocab_size={full}, out_features={full}, …)"
         yield Change(
@@ -100,9 +91,10 @@ def _parameter_sizes(load: Load) -> set[int]:
     return {size for spec in load.program.inputs if len(spec.shape) >= 2 for size in spec.shape}
 
 
-def _batch(load: Load, found: Analysis) -> Iterator[Change]:
+def odd_batch(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     """Fewer rows than a tile has: libtpu makes a product of a row or two on the vector unit."""
-    if load.items % _ROWS and load.batch % _ROWS:
+    few = {rows for rows in (load.items, load.batch) if rows % _ROWS}
+    if len(few) == len({load.items, load.batch}) and few & _rows(load.graph):
         full = -(-load.batch // _ROWS) * _ROWS
         yield Change(
             "batch",
@@ -114,7 +106,14 @@ def _batch(load: Load, found: Analysis) -> Iterator[Change]:
         )
 
 
-def _owners(load: Load, names: tuple[str, ...], size: int) -> str:
+def _rows(graph_module: torch.fx.GraphModule) -> set[int]:
+    """How many rows the left sides of a graph's products have."""
+    products = [n for n in graph_module.graph.nodes if getattr(n.target, "overloadpacket", None) in _PRODUCTS]
+    lefts = [node.args[_PRODUCTS[node.target.overloadpacket]].meta["val"] for node in products]
+    return {prod(left.shape[:-1]) for left in lefts}
+
+
+def _owners(load: Load, names: Sequence[str], size: int) -> str:
     """The arguments that have a dimension, the first two by name."""
     owners = [name for name, spec in zip(names, load.program.inputs, strict=True) if size in spec.shape]
     return ", ".join(owners[:2]) + (f" and {len(owners) - 2} more" if len(owners) > 2 else "")
@@ -127,18 +126,7 @@ def _is_odd(size: int) -> bool:
 
 def _resized(made: Made, old: int, new: int) -> Made:
     """The model with ``new`` wherever its parameters, sizes and configuration say ``old``."""
-    known: dict[int, torch.Tensor] = {}
-
-    def grown(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or old not in value.shape:
-            return value
-        if id(value) not in known:
-            shape = [new if size == old else size for size in value.shape]
-            with value.fake_mode:  # type: ignore[attr-defined]
-                data = torch.empty(shape, dtype=value.dtype, device=value.device)
-            known[id(value)] = torch.nn.Parameter(data, value.requires_grad) if _is_parameter(value) else data
-        return known[id(value)]
-
+    grown = resized(lambda value: [new if size == old else size for size in value.shape])
     model = made.model
     if isinstance(model, torch.nn.Module):
         for module in model.modules():
@@ -147,6 +135,23 @@ def _resized(made: Made, old: int, new: int) -> Made:
             for holder in (vars(module), vars(getattr(module, "config", None) or object.__new__(_Nothing))):
                 holder.update({k: new for k, v in holder.items() if type(v) is int and v == old})
     return replace(made, args=tree_map(grown, made.args), kwargs=tree_map(grown, dict(made.kwargs)))
+
+
+def resized(shape: Callable[[torch.Tensor], Sequence[int]]) -> Callable[[Any], Any]:
+    """A function that gives a tensor the shape that ``shape`` says, the same tensor the same one, and leaves other
+    values."""
+    known: dict[int, torch.Tensor] = {}
+
+    def grown(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or list(sizes := shape(value)) == list(value.shape):
+            return value
+        if id(value) not in known:
+            with value.fake_mode:  # type: ignore[attr-defined]
+                data = torch.empty(sizes, dtype=value.dtype, device=value.device)
+            known[id(value)] = torch.nn.Parameter(data, value.requires_grad) if _is_parameter(value) else data
+        return known[id(value)]
+
+    return grown
 
 
 class _Nothing:
@@ -160,13 +165,13 @@ def _is_parameter(value: torch.Tensor) -> bool:
 # ---- numbers
 
 
-def _precision(load: Load, found: Analysis) -> Iterator[Change]:
+def float_products(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     wide = found.wide_products
     if not wide:
         return
     share = sum(found.share(step.seconds) for step in {step for step, _ in wide})
     worst = wide[0][1]
-    if share < _WORTH:
+    if share < WORTH:
         return
     lines = f"{len({each.where for _, each in wide})} lines multiply float32 in {worst.passes} passes"
     yield Change(
@@ -216,7 +221,7 @@ def _in_bfloat16(made: Made) -> Made:
     return replace(made, args=tree_map(narrow, made.args), kwargs=tree_map(narrow, dict(made.kwargs)))
 
 
-def _doubles(load: Load, found: Analysis) -> Iterator[Change]:
+def doubles(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     rows = [row for row in emulated(load.graph, found) if row["dtype"] == "f64"]
     if rows:
         yield Change(
@@ -224,15 +229,15 @@ def _doubles(load: Load, found: Analysis) -> Iterator[Change]:
             f"float64 in {len(rows)} places: a TPU has none, and makes it of pairs of float32",
             _first_line(load.graph, torch.float64) or rows[0]["where"],
             "compute in float32 (dtype=torch.float32, no .double())",
-            max(_WORTH, sum(row["share"] for row in rows)),
+            max(WORTH, sum(row["share"] for row in rows)),
             graph=lambda traced: retype.retyped(traced.graph_module, torch.float64, torch.float32),
         )
 
 
-def _indices(load: Load, found: Analysis) -> Iterator[Change]:
+def indices(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     rows = [row for row in emulated(load.graph, found) if row["dtype"] == "i64"]
     share = sum(row["share"] for row in rows)
-    if rows and share >= _WORTH:
+    if rows and share >= WORTH:
         yield Change(
             "index",
             f"int64 arithmetic in {len(rows)} places, each emulated with pairs of 32-bit integers",
@@ -256,7 +261,7 @@ def _first_line(graph_module: torch.fx.GraphModule, dtype: torch.dtype) -> str:
 # ---- ops and arguments
 
 
-def _gelu(load: Load, found: Analysis) -> Iterator[Change]:
+def gelu(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     nodes = [
         node for node in load.graph.graph.nodes if node.target in _GELU and node.kwargs.get("approximate") != "tanh"
     ]
@@ -274,7 +279,7 @@ def _gelu(load: Load, found: Analysis) -> Iterator[Change]:
     )
 
 
-def _layers(load: Load, found: Analysis) -> Iterator[Change]:
+def repeated_layers(load: Load, found: Analysis, _: Sequence[str]) -> Iterator[Change]:
     """Layers that repeat: one of them to compile in place of all."""
     loops = [] if config.scan_layers else layers.find(load.graph)
     if loops:
@@ -285,12 +290,12 @@ def _layers(load: Load, found: Analysis) -> Iterator[Change]:
             f"{', '.join(str(len(loop.turns)) for loop in loops)} layers that repeat are compiled one by one",
             f"{line.file}:{line.line}" if line else "",
             'options={"scan_layers": True}: they become one loop of the program',
-            _WORTH,
+            WORTH,
             scope=lambda: override(scan_layers=True),
         )
 
 
-def _donations(load: Load, names: tuple[str, ...]) -> Iterator[Change]:
+def donations(load: Load, found: Analysis, names: Sequence[str]) -> Iterator[Change]:
     rows = not_donated(load.program, names)
     pairs = _in_place_pairs(load, [row["argument"] for row in rows], names)
     if not pairs:
@@ -301,12 +306,12 @@ def _donations(load: Load, names: tuple[str, ...]) -> Iterator[Change]:
         f"{', '.join(list(pairs)[:4])}: a result has the same shape, and takes {held:,} bytes more",
         "",
         f"write the result into the argument ({next(iter(pairs))}.copy_(…)): its memory is then donated",
-        _WORTH,
+        WORTH,
         graph=lambda traced: retype.written_in_place(traced.graph_module, _node_names(load, pairs, names)),
     )
 
 
-def _in_place_pairs(load: Load, wanted: list[str], names: tuple[str, ...]) -> Mapping[str, int]:
+def _in_place_pairs(load: Load, wanted: list[str], names: Sequence[str]) -> Mapping[str, int]:
     """Argument → the position of a result of the graph that has its shape and dtype, each used once."""
     free = {i: spec for i, spec in enumerate(load.program.outputs) if i not in {r for _, r in load.program.mutated}}
     pairs: dict[str, int] = {}
@@ -319,7 +324,7 @@ def _in_place_pairs(load: Load, wanted: list[str], names: tuple[str, ...]) -> Ma
     return pairs
 
 
-def _node_names(load: Load, pairs: Mapping[str, int], names: tuple[str, ...]) -> dict[str, str]:
+def _node_names(load: Load, pairs: Mapping[str, int], names: Sequence[str]) -> dict[str, str]:
     placeholders = load.graph.graph.find_nodes(op="placeholder")
     results: Any = load.graph.graph.output_node().args[0]
     by_index = {result.index: results[i] for i, result in enumerate(load.program.results) if result.index is not None}

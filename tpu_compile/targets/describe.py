@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def _is_view(op: OpOverload) -> bool:
     return bool(returned) and returned[0].alias_info is not None
 
 
-def not_donated(program: Program, names: tuple[str, ...]) -> list[dict[str, Any]]:
+def not_donated(program: Program, names: Sequence[str]) -> list[dict[str, Any]]:
     """Arguments that a result could take the memory of (same shape and dtype), and does not."""
     taken = {index for position, index in program.mutated if _is_donated(program, position)}
     free = [spec for index, spec in enumerate(program.outputs) if index not in taken]

@@ -2,7 +2,8 @@
 
 Everything comes from compiling: a program that libtpu compiles fits, and its schedule gives the time; one that it
 refuses does not, and it says by how much. The largest batch is found on a line through two compiles (bytes needed
-against batch), and confirmed by a third; a further chip tries the same line first. ``exact`` bisects.
+against batch), and confirmed by a third; a further chip tries the same line first. ``exact`` bisects. Only what is
+timed is compiled to the end: the others are stopped when their buffers have places in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tpu_compile.executables import options_in_force
 from tpu_compile.runtime.topology import workers
 from tpu_compile.targets.analysis import analyse, misfit
 from tpu_compile.targets.chips import Chip, chip, slice_name
-from tpu_compile.targets.compiling import compile_for
+from tpu_compile.targets.compiling import compile_for, hbm_for
 from tpu_compile.targets.workload import Load, Workload
 
 _TRIES = 4
@@ -35,8 +36,8 @@ class Point:
 
     Attributes:
         needed, available: bytes of HBM; from libtpu's refusal if it ``fits`` not. ``arguments`` are part of them.
-        seconds: of a step; 0 where it does not fit. ``by_libtpu`` of them are libtpu's own cycles, the rest and
-            ``roofline`` (the least possible) are ours.
+        seconds: of a step; 0 where it does not fit, or only its memory was asked for. ``by_libtpu`` of them are
+            libtpu's own cycles, the rest and ``roofline`` (the least possible) are ours.
         flops: of matrix products in the compiled program, ``bytes`` its HBM traffic.
         model_flops: of the model's own products.
     """
@@ -62,7 +63,7 @@ class Estimate:
     Attributes:
         asked: at the batch size asked for.
         timed: where the time was taken: ``asked``, or a smaller batch where that does not fit; None if none fits.
-        largest: the largest batch that fits, compiled; None where none does, or it was not looked for.
+        largest: the largest batch that fits, its memory alone; None where none does, or it was not looked for.
         confirmed: how sure ``largest`` is.
         note: how the figures came about, where not in the ordinary way.
     """
@@ -109,6 +110,7 @@ class Estimator:
     tell: Callable[[str], None] = lambda _: None
     at_once: int = 2
     _points: dict[tuple[str, int], Point] = field(default_factory=dict)
+    _timed: set[tuple[str, int]] = field(default_factory=set)
     _slope: float = 0.0
 
     def estimate(self, targets: Sequence[str], batch: int | None = None) -> list[Estimate]:
@@ -139,26 +141,27 @@ class Estimator:
                 yield each
 
     def _one(self, name: str, asked: int) -> Estimate:
-        point = self.point(name, asked)
+        point = self.point(name, asked, timed=True)
         timed, note = (point, "") if point.fits else self._smaller(name, asked)
         largest, confirmed = None, "not looked for"
         if self.largest and timed is not None:
             largest, confirmed = self._largest(name, timed)
         return Estimate(name, self.workload.load(asked).unit, point, timed, largest, confirmed, note)
 
-    def point(self, name: str, batch: int) -> Point:
-        """One compile (or none, if it is in the cache)."""
-        if (name, batch) not in self._points:
+    def point(self, name: str, batch: int, *, timed: bool = False) -> Point:
+        """One compile (or none, if it is in the cache): up to its memory, or ``timed``."""
+        if (name, batch) not in (self._timed if timed else self._points):
             load = self.workload.load(batch)
             self.tell(f"{load.program.name}, batch {batch}, for {name}")
-            self._points[name, batch] = measured(load, name)
+            self._points[name, batch] = measured(load, name) if timed else sized(load, name)
+            self._timed |= {(name, batch)} if timed else set()
         return self._points[name, batch]
 
     def _smaller(self, name: str, asked: int) -> tuple[Point | None, str]:
         batch = asked // 2
         while batch:
-            point = self.point(name, batch)
-            if point.fits:
+            if self.point(name, batch).fits:
+                point = self.point(name, batch, timed=True)
                 return point, f"batch {asked} does not fit: time and rate are of batch {batch}"
             batch //= 2
         return None, f"does not fit, not even at batch {1 if asked > 1 else asked}"
@@ -235,12 +238,11 @@ def _end(point: Point, slope: float) -> int:
 
 def measured(load: Load, target: str) -> Point:
     """Compile a program for a slice and read it."""
-    base = Point(load.batch, load.items, 0, 0, False, model_flops=load.model_flops)
+    base = _unmeasured(load, target)
     try:
-        compiled = compile_for(target, load.program, options_in_force())
+        compiled = compile_for(target, load.program, options_in_force(), code=False)
     except OutOfMemory as error:
-        fit = misfit(error)
-        return replace(base, needed=fit.needed, available=fit.available)
+        return _refused(base, error)
     found = analyse(compiled.executable.as_text(), compiled.executable.memory_analysis(), target)
     times = found.schedule
     return replace(
@@ -255,6 +257,25 @@ def measured(load: Load, target: str) -> Point:
         bytes=times.bytes,
         arguments=compiled.executable.memory_analysis().argument_size_in_bytes,
     )
+
+
+def sized(load: Load, target: str) -> Point:
+    """How much memory a program takes on a slice."""
+    base = _unmeasured(load, target)
+    try:
+        needed = hbm_for(target, load.program, options_in_force())
+    except OutOfMemory as error:
+        return _refused(base, error)
+    return replace(base, needed=needed, fits=True)
+
+
+def _unmeasured(load: Load, target: str) -> Point:
+    return Point(load.batch, load.items, 0, chip(target).usable_bytes, False, model_flops=load.model_flops)
+
+
+def _refused(base: Point, error: OutOfMemory) -> Point:
+    fit = misfit(error)
+    return replace(base, needed=fit.needed, available=fit.available)
 
 
 def _borrowed(each: Estimate, roomy: Estimate) -> Estimate:

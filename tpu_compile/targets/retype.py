@@ -53,7 +53,7 @@ class _Rebuild:
         with self.mode, torch.no_grad():
             for node in self.source.graph.nodes:
                 self.env[node] = self._visit(node)
-        return GraphModule(_attributes(self.source), self.graph)
+        return GraphModule(attributes(self.source), self.graph)
 
     def _visit(self, node: Node) -> Node:
         if node.op == "placeholder":
@@ -121,7 +121,7 @@ def _mode(graph_module: GraphModule) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _attributes(graph_module: GraphModule) -> dict[str, Any]:
+def attributes(graph_module: GraphModule) -> dict[str, Any]:
     names = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
     return {name: getattr(graph_module, name) for name in names}
 
@@ -141,4 +141,4 @@ def written_in_place(graph_module: GraphModule, pairs: Mapping[str, str]) -> Gra
         written.meta["val"] = target.meta["val"]
         env[by_name[result]] = written
     graph.node_copy(graph_module.graph.output_node(), env.__getitem__)
-    return GraphModule(_attributes(graph_module), graph)
+    return GraphModule(attributes(graph_module), graph)

@@ -55,4 +55,4 @@ def test_changes_of_layout_at_one_line_are_put_together() -> None:
 
 def test_what_fits_and_by_how_much() -> None:
     fit = read().fit
-    assert fit.fits and fit.needed == 2**21 and fit.spare == fit.available - 2**21
+    assert fit.fits and fit.needed == 2 * 4096 + 2**20 and fit.spare == fit.available - fit.needed
