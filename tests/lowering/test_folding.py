@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tpu_compile
-from tpu_compile import compiler
-from tpu_compile.calling import CallPlan
+from tests.lowering.edges import for_a_tpu
 
 EINSUMS = {
     "experts": ("tw,ewi->eti", (6, 4), (3, 4, 5)),
@@ -32,10 +31,7 @@ def test_einsum_for_a_tpu(name, dtype):
     def product(a, b):
         return torch.einsum(equation, a, b)
 
-    traced = tpu_compile.trace(product, a, b)
-    program = traced.lower("tpu").program
-    built = compiler.runtime.executable(program, compiler.options_in_force())
-    (result,) = CallPlan(program, built.executable, built.client)([a, b])
+    (result,) = for_a_tpu(product, a, b).results
     torch.testing.assert_close(result, product(a.double(), b.double()).to(dtype), rtol=0, atol=0)
 
 
@@ -45,10 +41,7 @@ def test_einsum_for_a_tpu(name, dtype):
 def test_linear_for_a_tpu(sizes, bias, width):
     x, weight = (torch.arange(math.prod(s)).reshape(s).remainder(7).sub(3.0) for s in (sizes, (width, 4)))
     arguments = [x, weight, torch.arange(width) + 1.0][: 2 + bias]
-    traced = tpu_compile.trace(torch.nn.functional.linear, *arguments)
-    program = traced.lower("tpu").program
-    built = compiler.runtime.executable(program, compiler.options_in_force())
-    (result,) = CallPlan(program, built.executable, built.client)(arguments)
+    (result,) = for_a_tpu(torch.nn.functional.linear, *arguments).results
     assert torch.equal(result, torch.nn.functional.linear(*arguments))
 
 
@@ -62,11 +55,9 @@ def test_heads_are_merged_and_tokens_stay_apart():
         return torch.nn.functional.linear(x.transpose(1, 2).reshape(2, 5, 12), weight)
 
     x, weight = torch.randn(2, 3, 5, 4), torch.randn(6, 12)
-    program = (lowered := tpu_compile.trace(project, x, weight).lower("tpu")).program
-    assert "(tensor<2x5x12xf32>, tensor<6x12xf32>) -> tensor<2x5x6xf32>" in lowered.as_text()
-    built = compiler.runtime.executable(program, compiler.options_in_force())
-    (result,) = CallPlan(program, built.executable, built.client)([x, weight])
-    torch.testing.assert_close(result, project(x, weight))
+    found = for_a_tpu(project, x, weight)
+    assert "(tensor<2x5x12xf32>, tensor<6x12xf32>) -> tensor<2x5x6xf32>" in found.stablehlo
+    torch.testing.assert_close(found.results[0], project(x, weight))
 
 
 def test_axes_are_contracted_where_they_stand():
