@@ -7,6 +7,7 @@ between and after them: 2 S + 1. What is longer than a sequence's own lengths co
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def _later(x: Array, by: int) -> Array:
     return jnp.pad(x, ((0, 0), (by, 0)), constant_values=-jnp.inf)[:, : x.shape[1]]
 
 
-def _earlier(x: Array, by: int, fill: Any = -jnp.inf) -> Array:
+def _earlier(x: Array, by: int, fill: Any = -inf) -> Array:
     return jnp.pad(x, ((0, 0), (0, by)), constant_values=fill)[:, by:]
 
 
