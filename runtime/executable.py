@@ -100,7 +100,10 @@ class Executable:
         return self._loaded.execute_sharded(buffers)
 
     def _second_run(self, buffers: list[Buffer]) -> Any:
-        size = self._loaded.get_compiled_memory_stats().temp_size_in_bytes
+        try:
+            size = self._loaded.get_compiled_memory_stats().temp_size_in_bytes
+        except RuntimeError:  # a plugin need not know
+            size = 0
         self._run = temporaries.keeping(self._loaded.execute_sharded, size)
         return self._run(buffers)
 
