@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_compile.errors import BadCall
 from tpu_compile.lowering.program import CARRIED, Program, TensorSpec
@@ -126,7 +127,8 @@ class CallPlan:
             for spec, position in zip(program.inputs, program.arguments, strict=True)
         )
         self._importers = tuple((position, plan.buffer) for position, plan in self._arguments)
-        self._constants = tuple(client.put(t) for t in program.constants)
+        with _disable_current_modes():  # AOTAutograd compiles under a FakeTensorMode, which refuses real tensors
+            self._constants = tuple(client.put(t) for t in program.constants)
         self._fetchers = tuple(ResultPlan(spec, client.fetch).tensor for spec in program.outputs)
         self._results = tuple((r.index, r.argument, r.value) for r in program.results)
         self._numbers = tuple(i for i, r in enumerate(program.results) if r.number)

@@ -143,3 +143,10 @@ def test_tensor_literals_are_constants(agrees):  # pytorch/pytorch#178019
         return x @ table, x + torch.tensor(3, dtype=torch.uint8), torch.as_tensor([2, 1, 0])[1:] + 1
 
     agrees(fn, torch.randn(3, 2), calls=2)
+
+
+def test_large_tensor_literals_are_handed_to_the_program(agrees):
+    def fn(x):
+        return x @ torch.tensor([[float(i * j % 7) for i in range(64)] for j in range(64)])
+
+    agrees(fn, torch.randn(3, 64), calls=2)

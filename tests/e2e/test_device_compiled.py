@@ -45,6 +45,14 @@ def test_training_moves_no_byte():
         close(g.detach(), w.detach())
 
 
+def test_a_large_literal_is_put_on_the_device_once():
+    def fn(x):
+        return x @ torch.tensor([[float(i * j % 7) for i in range(64)] for j in range(64)], device=x.device)
+
+    x, call = torch.randn(3, 64), compiled(fn)
+    close(call(x.to("tpu")), fn(x))
+
+
 def test_mutated_arguments_receive_their_new_buffers():
     def bump(x, y):
         x.add_(y)

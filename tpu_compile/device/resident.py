@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_compile.calling import ArgumentPlan, Residency, ResultPlan
 from tpu_compile.device import contents
@@ -238,4 +239,5 @@ def _maker(spec: TensorSpec) -> TensorMaker:
 
 def _constant(t: torch.Tensor, client: Any) -> Any:
     cell = cell_of(t)
-    return client.put(t if cell is None else contents.to_cpu(t, cell))
+    with _disable_current_modes():  # AOTAutograd compiles under a FakeTensorMode, which refuses real tensors
+        return client.put(t if cell is None else contents.to_cpu(t, cell))
