@@ -282,7 +282,7 @@ class Wide(nn.Module):
         return self.down(h), table.t().contiguous() + 1, self.kept.sum()
 
 def wide():
-    return Wide(), (torch.randn(128, 256), torch.randn(512, 512))
+    return Wide(), (torch.randn(128, 256), torch.randn(2048, 2048))
 
 def huge():
     with torch.device("meta"):
@@ -316,6 +316,8 @@ def test_a_program_is_judged_for_a_chip(on_target: Callable[..., Result]) -> Non
     emulated = [(row["dtype"], row["where"]) for row in found["emulated"]]
     assert ("f64", f"models.py:{line['        h = (h.double() * 1.000001).float()']}") in emulated
     assert [row["argument"] for row in found["not_donated"]] == ["table"]
+    turned = f"models.py:{line['        return self.down(h), table.t().contiguous() + 1, self.kept.sum()']}"
+    assert ("argument table", turned) in [(row["op"], row["where"]) for row in found["layout_changes"]]
     for words in ("most expensive fusions", "6", "emulated", "not donated", "fits", up):
         assert words in shown, shown
 

@@ -84,17 +84,23 @@ def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
         size(row["bytes"]),
         number(row["flops"]),
         row["bound"],
-        row["op"].removeprefix("aten."),
+        _op(row),
         row["where"],
     )
+
+
+def _op(row: Mapping[str, Any]) -> str:
+    return str(row["op"]).removeprefix("aten.")
 
 
 def _layouts(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     click.echo("\n  copies, transposes and changes of layout")
-    cells = [(f"  {r['result'][:40]}", str(r["count"]), duration(r["seconds"]), _share(r), r["where"]) for r in rows]
-    table(("  result", "n", "time", "share", "where"), cells, right=frozenset({1, 2, 3}))
+    cells = [
+        (f"  {r['result'][:40]}", str(r["count"]), duration(r["seconds"]), _share(r), _op(r), r["where"]) for r in rows
+    ]
+    table(("  result", "n", "time", "share", "of", "where"), cells, right=frozenset({1, 2, 3}))
 
 
 def _share(row: Mapping[str, Any]) -> str:

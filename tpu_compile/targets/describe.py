@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from tpu_compile.lowering import gaps
 from tpu_compile.lowering.program import Program
@@ -31,7 +31,7 @@ def analysis(compiled: Compiled, target: str) -> Analysis:
 def described(compiled: Compiled, target: str, top: int) -> dict[str, Any]:
     """One program on one chip. Seconds, bytes and flops are for one run; shares are of its seconds."""
     found = analysis(compiled, target)
-    times = found.schedule
+    times, named = found.schedule, _arguments(compiled)
     return {
         "target": target,
         "chip": found.chip.name,
@@ -45,8 +45,8 @@ def described(compiled: Compiled, target: str, top: int) -> dict[str, Any]:
         "utilisation": times.flops / found.chip.peak("bf16") / times.seconds if times.seconds else 0.0,
         "fusions": sum(step.name in found.module.entry.by_name for step in times.steps),
         "kinds": _kinds(found),
-        "steps": [_step(found, *row) for row in grouped(times.steps)[:top]],
-        "layout_changes": [_step(found, *row) for row in grouped(found.layout_changes)[:top]],
+        "steps": [_step(found, named, *row) for row in grouped(times.steps)[:top]],
+        "layout_changes": [_step(found, named, *row) for row in grouped(found.layout_changes)[:top]],
         "wide_products": _products(found, found.wide_products, top),
         "padding": _products(found, found.wasteful_products(), top),
         "emulated": emulated(compiled.graph_module, found)[:top],
@@ -79,13 +79,29 @@ def _kinds(found: Analysis) -> dict[str, float]:
     return {kind: found.share(seconds) for kind, seconds in sorted(totals.items(), key=lambda pair: -pair[1])}
 
 
-def _step(found: Analysis, step: Step, count: int, seconds: float) -> dict[str, Any]:
+def _arguments(compiled: Compiled) -> Mapping[str, tuple[str, str]]:
+    """For each placeholder, by which XLA calls what it does to an argument: the user's name of it, and the line that
+    uses it first."""
+    nodes, positions = compiled.graph_module.graph.find_nodes(op="placeholder"), compiled.program.arguments
+    pairs = zip((nodes[position] for position in positions), compiled.arguments, strict=True)
+    return {node.name: (f"argument {name}", _first_use(node)) for node, name in pairs}
+
+
+def _first_use(node: Node) -> str:
+    line = next((line for user in node.users if (line := gaps.where(user))), None)
+    return f"{line.file}:{line.line}" if line else ""
+
+
+def _step(
+    found: Analysis, named: Mapping[str, tuple[str, str]], step: Step, count: int, seconds: float
+) -> dict[str, Any]:
+    op, where = named.get(step.op, (step.op, step.where))
     return {
         "name": step.name,
         "count": count,
         "kind": step.kind,
-        "op": step.op,
-        "where": relative(step.where),
+        "op": op,
+        "where": relative(where),
         "seconds": seconds,
         "cycles": step.cycles * count,
         "by": step.by,
