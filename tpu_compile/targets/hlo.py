@@ -15,6 +15,7 @@ BITS = {
 }
 """Bits of an element; the float8 family is told by its prefix, tokens and opaque values have none."""
 
+_NO_ESTIMATE = 2**63 - 1
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^}]*)\})?")
 _LAYOUT = re.compile(r"([0-9,]*)(?::(.*))?")
 _TILE = re.compile(r"\(([0-9,]+)\)")
@@ -123,9 +124,9 @@ class Instruction:
 
     @cached_property
     def cycles(self) -> int | None:
-        """XLA's own estimate, if it gives one."""
+        """XLA's own estimate, if it gives one: the largest number that there is says that it has none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else None
+        return int(found[1]) if found and int(found[1]) < _NO_ESTIMATE else None
 
     @cached_property
     def trips(self) -> int:

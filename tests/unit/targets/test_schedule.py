@@ -37,8 +37,9 @@ def test_steps_follow_one_another_at_the_chips_clock() -> None:
     assert found.bytes == (3 + 2) * 4 * MEGA
 
 
-def test_a_step_without_an_estimate_takes_what_its_traffic_takes() -> None:
-    (step,) = read(ARGUMENT + "  ROOT %b = f32[1024,1024]{1,0:T(8,128)} sort(%a), dimensions={0}\n").steps
+@pytest.mark.parametrize("says", ["", f", {cycles(2**63 - 1)}"], ids=["nothing", "the largest number"])
+def test_a_step_without_an_estimate_takes_what_its_traffic_takes(says: str) -> None:
+    (step,) = read(ARGUMENT + f"  ROOT %b = f32[1024,1024]{{1,0:T(8,128)}} sort(%a), dimensions={{0}}{says}\n").steps
     assert step.by == "roofline" and step.seconds == pytest.approx(2 * 4 * MEGA / V5E.hbm_bandwidth)
 
 
