@@ -46,9 +46,9 @@ def test_forms(agrees: Any, x: tuple[int, ...], weight: tuple[int, ...], options
 
 ONE_CHANNEL = {
     "one channel": ((3, 1, 8, 7), (5, 1, 3, 3), {"padding": 1}),
-    "strided": ((2, 1, 9, 11), (4, 1, 3, 4), {"stride": (2, 3), "padding": (2, 0), "dilation": (1, 2)}),
+    "strided": ((2, 1, 9, 11), (4, 1, 2, 4), {"stride": (2, 3), "padding": (2, 0), "dilation": (1, 2)}),
     "leftover": ((2, 1, 10), (3, 1, 4), {"stride": 4}),
-    "3d": ((1, 1, 4, 5, 6), (2, 1, 2, 3, 3), {"padding": (0, 4, 1), "stride": 2}),
+    "3d": ((1, 1, 4, 5, 6), (2, 1, 2, 1, 3), {"padding": (0, 4, 1), "stride": 2}),
 }
 
 
@@ -63,6 +63,13 @@ def test_filters_of_one_channel(agrees: Any, name: str, dtype: torch.dtype) -> N
     if dtype == torch.float32:
         text = tpu_compile.trace(lambda x, w: conv(x, w, **options), *operands[:2]).lower().as_text()
         assert "stablehlo.convolution" not in text and "stablehlo.dot_general" in text
+
+
+@pytest.mark.parametrize(("size", "kernel"), [(2048, 3), (16, 5)], ids=["large image", "many taps"])
+def test_filters_of_one_channel_that_stay_convolutions(size: int, kernel: int) -> None:
+    """As a product, what the taps meet is in memory at once: ``kernel**2`` images."""
+    text = tpu_compile.trace(F.conv2d, torch.ones(1, 1, size, size), torch.ones(2, 1, kernel, kernel)).lower().as_text()
+    assert "stablehlo.convolution" in text
 
 
 @pytest.mark.parametrize(
