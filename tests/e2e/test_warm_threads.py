@@ -67,6 +67,14 @@ def test_threads_that_trace_at_once_leave_torch_as_it_was() -> None:
     assert "iterate_over_candidates" not in vars(autograd_cache.AOTAutogradCache)
 
 
+def test_functions_of_one_name_are_kept_apart() -> None:
+    import tpu_compile
+
+    for function in (lambda x: torch.sin(x) * 2, lambda x: torch.cos(x) * 2, lambda x: torch.sin(x) * 3):
+        x = torch.ones(3)
+        torch.testing.assert_close(tpu_compile.aot(function, (x,))(x), function(x))
+
+
 def test_a_failed_compile_lets_the_next_thread_try(monkeypatch: pytest.MonkeyPatch) -> None:
     program = stages.trace(torch.sin, torch.ones(3)).lower().program
     true_way, attempts = executables._load_or_compile, []

@@ -120,6 +120,7 @@ class Ahead:
             return self._compiled(function, args, kwargs, dynamic, None)
         parts = {
             AHEAD: f"{function.__module__}.{function.__qualname__}",
+            "function": identity.words(function),  # a module may hold several of one name: lambdas, inner functions
             "model": structure.describe(self._model),
             "arguments": structure.arguments(args[len(self._first) :], kwargs),
             "mode": structure.mode(),
