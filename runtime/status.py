@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from tpu_compile.errors import BadCall, DeviceError, OutOfMemory
 
 _STATUS = re.compile(
@@ -27,6 +29,10 @@ _EXCESS = re.compile(rf"Exceeded hbm capacity by {_SIZE}")
 """libtpu says the total to three digits, and by how much it is too large to more."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXCERPT = 2000
+
+
+class DeviceOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
+    """Also torch's own error, which training loops catch to go on with a smaller batch."""
 
 
 def code(message: str) -> str:
@@ -58,8 +64,8 @@ def out_of_memory(text: str, message: str, dump: str = "") -> OutOfMemory:
             sizes = (_bytes(needed, unit), _bytes(available or "0", available_unit))
             if excess := _EXCESS.search(message):
                 sizes = (sizes[1] + _bytes(*excess.groups()), sizes[1])
-            return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump, *sizes)
-    return OutOfMemory(text, "RESOURCE_EXHAUSTED", dump)
+            return DeviceOutOfMemory(text, "RESOURCE_EXHAUSTED", dump, *sizes)
+    return DeviceOutOfMemory(text, "RESOURCE_EXHAUSTED", dump)
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -298,8 +298,9 @@ def test_out_of_memory_says_what_was_alive(way):
 
     call = torch.compile(grow, backend="tpu") if way == "compiled" else grow
     with torch.tpu.mode("defer" if way == "defer" else "strict"):
-        with pytest.raises(OutOfMemory) as caught:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
             call(held)[0, 0].item()
+        assert isinstance(caught.value, OutOfMemory)
         said = "".join(caught.value.__notes__)
         assert "4,194,304 bytes in 1 x torch.float32[1048576]" in said and "1048576, 1048576" not in said
         assert (held[:2] * 2).tolist() == [2, 2]

@@ -64,7 +64,7 @@ def test_a_call_error_is_about_the_arguments_or_about_the_device() -> None:
     assert type(status.call_error(TypeError("incompatible function arguments"), "g")) is BadCall
     broken = status.call_error(RuntimeError("INTERNAL: cuda said no"), "g")
     assert type(broken) is DeviceError and broken.code == "INTERNAL"
-    assert type(status.call_error(RuntimeError("RESOURCE_EXHAUSTED: full"), "g")) is OutOfMemory
+    assert type(status.call_error(RuntimeError("RESOURCE_EXHAUSTED: full"), "g")) is status.DeviceOutOfMemory
 
 
 @pytest.mark.parametrize(
