@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from tpu_compile.errors import BadCall, DeviceError, OutOfMemory
 
 _STATUS = re.compile(
@@ -31,10 +29,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _EXCERPT = 2000
 
 
-class DeviceOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
-    """Also torch's own error, which training loops catch to go on with a smaller batch."""
-
-
 def code(message: str) -> str:
     """The status code that opens a PJRT message; ``UNKNOWN`` when it has none."""
     found = _STATUS.search(message)
@@ -58,6 +52,10 @@ def excerpt(message: str) -> str:
 
 def out_of_memory(text: str, message: str, dump: str = "") -> OutOfMemory:
     """An OutOfMemory that says ``text``, with the sizes in PJRT's ``message``."""
+    from tpu_compile.runtime.exhausted import (
+        DeviceOutOfMemory,
+    )  # libtpu's worker has use for this module, not for torch
+
     for pattern in _MEMORY:
         if found := pattern.search(message):
             needed, unit, available, available_unit = found.groups()

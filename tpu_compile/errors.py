@@ -7,7 +7,7 @@ TpuCompileError                   (RuntimeError)
 │   ├── UnsupportedDtype          a dtype the platform or StableHLO does not have
 │   └── RuleMismatch              a rule's result is not what FakeTensor promised: our bug, please report
 ├── DeviceError                   PJRT refused; `.code` is its status
-│   ├── OutOfMemory               RESOURCE_EXHAUSTED: shrink the program or take a larger chip; a torch.OutOfMemoryError too
+│   ├── OutOfMemory               RESOURCE_EXHAUSTED: a smaller program or a larger chip; torch.OutOfMemoryError too
 │   ├── CompilationFailed         XLA rejected the program; `.dump` is the folder that holds it
 │   ├── PluginNotFound            no PJRT plugin for the platform asked for; lists what was looked for and where
 │   └── BadCall                   arguments that do not fit the compiled program

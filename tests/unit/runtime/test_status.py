@@ -6,6 +6,7 @@ import pytest
 
 from tpu_compile.errors import BadCall, DeviceError, OutOfMemory
 from tpu_compile.runtime import status
+from tpu_compile.runtime.exhausted import DeviceOutOfMemory
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_call_error_is_about_the_arguments_or_about_the_device() -> None:
     assert type(status.call_error(TypeError("incompatible function arguments"), "g")) is BadCall
     broken = status.call_error(RuntimeError("INTERNAL: cuda said no"), "g")
     assert type(broken) is DeviceError and broken.code == "INTERNAL"
-    assert type(status.call_error(RuntimeError("RESOURCE_EXHAUSTED: full"), "g")) is status.DeviceOutOfMemory
+    assert type(status.call_error(RuntimeError("RESOURCE_EXHAUSTED: full"), "g")) is DeviceOutOfMemory
 
 
 @pytest.mark.parametrize(
