@@ -2,8 +2,9 @@
 
 Everything comes from compiling: a program that libtpu compiles fits, and its schedule gives the time; one that it
 refuses does not, and it says by how much. The largest batch is found on a line through two compiles (bytes needed
-against batch), and confirmed by a third; a further chip tries the same line first. ``exact`` bisects. Only what is
-timed is compiled to the end: the others are stopped when their buffers have places in memory.
+against batch), and confirmed by a third. Near a chip's limit libtpu begins to compute values again in place of keeping
+them, so that larger ones may fit too, and take longer: ``exact`` bisects to the last of them. Only what is timed is
+compiled to the end: the others are stopped when their buffers have places in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tpu_compile.targets.workload import Load, Workload
 
 _TRIES = 4
 """Compiles that look for the largest batch before it is left at the largest one that was seen to fit."""
+_NEAR = 1.1
+"""Times a batch that was seen to fit: nothing nearer is tried."""
 _FAR = 16
 """Times the first batch: the second of a line is no larger."""
 _MEMORY = 5 << 30
@@ -111,7 +114,6 @@ class Estimator:
     at_once: int = 2
     _points: dict[tuple[str, int], Point] = field(default_factory=dict)
     _timed: set[tuple[str, int]] = field(default_factory=set)
-    _slope: float = 0.0
 
     def estimate(self, targets: Sequence[str], batch: int | None = None) -> list[Estimate]:
         """One estimate a target, in order.
@@ -170,22 +172,19 @@ class Estimator:
 
     def _largest(self, name: str, first: Point) -> tuple[Point, str]:
         """(the largest batch seen to fit, how sure that is)."""
-        known = int(self._slope > 0)  # a line that was found for another chip spares a compile
-        seen = [first, self.point(name, _end(first, self._slope) if known else _second(first))]
-        given = seen[: 2 - known]
-        self._slope = self._slope or (max(_slope(*seen), 0.0) if seen[1].fits else 0.0)
+        seen = [first, self.point(name, _second(first))]
         if self.exact:
             return self._bisected(name, *_around(seen))
-        for tries in range(known, known + _TRIES):
+        for tries in range(_TRIES):
             best, over = _around(seen)
             guess = _next(seen, tries)
-            if guess <= best.batch or (tries and over is None and guess < 1.02 * best.batch):
+            if guess <= best.batch or (tries and over is None and guess < _NEAR * best.batch):
                 break
             seen.append(self.point(name, guess))
             if seen[-1].fits and over is not None:
                 break
         best, over = _around(seen)
-        sure = "compiled" if best in given else "confirmed by a compile"
+        sure = "compiled" if best in seen[:2] else "confirmed by a compile"
         beyond = f"batch {over.batch} does not fit" if over else "the line through two others ends there"
         return best, f"{sure}; {beyond}"
 
@@ -212,11 +211,12 @@ def _around(seen: Sequence[Point]) -> tuple[Point, Point | None]:
 
 
 def _next(seen: Sequence[Point], tries: int) -> int:
-    """The batch to try: where the line through the nearest two reaches what the chip has. With each refusal a step
+    """The batch to try: where a line reaches what the chip has, through the first and the largest, since two that are
+    near the limit tell of what libtpu computes again; past the limit through the nearest two. With each refusal a step
     back: what is short is short of more than the line says."""
     best, over = _around(seen)
     if over is None:
-        return _line(*sorted(seen, key=lambda p: p.batch)[-2:])
+        return _line(seen[0], best)
     return min(_line(best, over), int(over.batch * (1 - 0.005 * tries)), over.batch - 1)
 
 
