@@ -28,6 +28,9 @@ VIEWS = {
     "data": lambda t: t.data[0],
     "one element": lambda t: t[2, 3],
     "narrowed": lambda t: t.narrow(1, 2, 3),
+    "no rows": lambda t: t[4:4],
+    "no columns": lambda t: t[:, 2:2],
+    "nothing of every other": lambda t: t[1::2, 6:],
 }
 COMPLEX_VIEWS = {
     "real": lambda t: t.real,
