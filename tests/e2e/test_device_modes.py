@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tpu_compile
-from tpu_compile.errors import ConfigError, OutOfMemory
+from tpu_compile.errors import ConfigError, DeviceError, OutOfMemory
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,91 @@ def test_a_loop_that_reads_nothing_is_cut_at_its_period(monkeypatch, grad):
     torch.testing.assert_close(got, want.cpu(), rtol=1e-5, atol=1e-6)
     stats = tpu_compile.stats()
     assert 5 <= stats["executions"] <= 60 and stats["lowerings"] <= 2
+
+
+def test_a_loop_in_place_is_cut_where_its_period_begins(monkeypatch):
+    """What the period reads of the steps before it, and overwrites, comes from outside then."""
+    from tpu_compile.device import defer
+
+    def run(steps: int) -> list[torch.Tensor]:
+        x, total = torch.linspace(0, 1, 8, device="tpu"), torch.zeros(8, device="tpu")
+        old = x + 1
+        for _ in range(steps):
+            for scale in (0.5, 0.25, 2.0, 4.0):
+                old = (x * scale + old).sin()
+                total.add_(old).mul_(0.5)
+                x.mul_(0.9)
+        return [x.cpu(), total.cpu(), old.cpu()]
+
+    monkeypatch.setattr(defer, "MOST_OPS", 97)
+    want = run(40)
+    with torch.tpu.mode("defer"):
+        before = tpu_compile.stats()["lowerings"]
+        got = run(40)
+        assert tpu_compile.stats()["lowerings"] <= before + 13
+        before = tpu_compile.stats()["lowerings"]
+        again = run(40)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-6)
+    assert tpu_compile.stats()["lowerings"] <= before + 2
+
+
+def test_a_sequence_that_leaves_its_usual_way_half_way():
+    def run(other: bool) -> list[float]:
+        x = torch.arange(3.0, device="tpu")
+        y = x * 2
+        z = y + 1 if not other else y - x
+        y.add_(z)
+        return (y * z).tolist()
+
+    with torch.tpu.mode("defer"):
+        usual, other = run(False), run(True)
+        before = tpu_compile.stats()["lowerings"]
+        assert [run(False), run(True), run(False)] == [usual, other, usual] == [[1, 15, 45], [0, 3, 12], [1, 15, 45]]
+        assert tpu_compile.stats()["lowerings"] == before
+
+
+def test_what_the_host_reads_meanwhile_is_still_one_input(monkeypatch):
+    """A buffer that is passed twice could not be overwritten."""
+    from tpu_compile.device import defer
+
+    run = defer._job
+
+    def job(compiled: Any, externals: list[Any], *rest: Any) -> None:
+        given = [id(defer._computed(source)) for source in externals]
+        assert len(set(given)) == len(given)
+        run(compiled, externals, *rest)
+
+    monkeypatch.setattr(defer, "_job", job)
+    with torch.tpu.mode("defer"):
+        for _ in range(2):
+            lowerings = tpu_compile.stats()["lowerings"]
+            x = torch.arange(3.0, device="tpu") + 1
+            assert x.sum().item() == 6  # x is computed as well
+            y = x * 2
+            assert x.tolist() == [1, 2, 3]
+            z = x + y
+            x.add_(z)
+            assert (x.tolist(), y.tolist(), z.tolist()) == ([4, 8, 12], [2, 4, 6], [3, 6, 9])
+        assert tpu_compile.stats()["lowerings"] == lowerings
+
+
+def test_a_sequence_that_does_not_compile_leaves_nothing_behind(monkeypatch):
+    from tpu_compile.device import defer
+
+    def fail(_: Any) -> Any:
+        raise OutOfMemory("too large")
+
+    with torch.tpu.mode("defer"):
+        x = torch.ones(5, 7, device="tpu")
+        y = x * 3 - x
+        with monkeypatch.context() as patch:
+            patch.setattr(defer, "_compile", fail)
+            with pytest.raises(OutOfMemory):
+                y.tolist()
+        with pytest.raises(DeviceError, match="has failed"):
+            y.tolist()
+        assert (torch.ones(2, device="tpu") * 2).tolist() == [2, 2]
 
 
 def test_deferred_writes_alias():

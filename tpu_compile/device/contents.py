@@ -37,7 +37,7 @@ def _settled(deferred: Any) -> Any:
     Raises:
         DeviceError: the program that was to compute it has failed.
     """
-    if deferred.step is not None and device.runner is not None:
+    if deferred.number >= 0 and device.runner is not None:
         device.runner.flush()
     if deferred.buffer is None and deferred.over is not None:
         with deferred.over:
@@ -45,6 +45,8 @@ def _settled(deferred: Any) -> Any:
     if deferred.buffer is None:
         background.drain()
         raise DeviceError("The deferred program that was to compute this tensor has failed.", "FAILED_PRECONDITION")
+    if device.runner is not None:
+        device.runner.settled(deferred)
     return deferred.buffer
 
 

@@ -36,6 +36,9 @@ class Debugger:
     def flush(self) -> None:
         """Nothing is put off."""
 
+    def settled(self, deferred: Any) -> None:
+        """Nothing knows buffers by what they were."""
+
     def run(self, plan: Plan, call: Call, schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Check, run, wait.
 

@@ -16,8 +16,8 @@ from tpu_compile.lowering.random import rng_key
 aten = torch.ops.aten
 
 
-Wire = int | tuple[int, int]
-"""Where an input comes from: the number of a buffer from outside, or (step, place) of an output."""
+Wire = int
+"""Where an input comes from: ``n`` is buffer n from outside, ``~n`` is output n, numbered from plan to plan."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +32,33 @@ class Fused:
 def fuse(
     plans: Sequence[Plan],
     wires: Sequence[Wire],
-    live: Sequence[tuple[int, int]],
+    live: Sequence[int],
     replaced: Sequence[tuple[int, int]],
 ) -> Fused:
     """One graph of several plans.
 
     Args:
         wires: where the inputs of the plans' programs come from, one plan after another.
-        live: the outputs that somebody needs, as (step, place): the graph's results, in this order.
+        live: the outputs that somebody needs: the graph's results, in this order.
         replaced: (external, result) where a result takes an external's place, and may take its memory.
     """
     graph = Graph()
     attributes: dict[str, Any] = {}
     by_plan = list(_by_plan(plans, wires))
     externals: dict[int, Node] = _placeholders(graph, by_plan)
-    made: dict[tuple[int, int], Node] = {}
-    stored: dict[tuple[int, int], Node] = {}
-    used = {wire for wire in wires if not isinstance(wire, int)}
+    made: list[Node] = []
+    stored: dict[int, Node] = {}
+    used = {~wire for wire in wires if wire < 0}
     drawn = 0
-    for step, (plan, inputs) in enumerate(by_plan):
-        given = [externals[w] if isinstance(w, int) else stored[w] for w in inputs]
+    for plan, inputs in by_plan:
+        given = [externals[w] if w >= 0 else stored[~w] for w in inputs]
         outputs = _inline(graph, attributes, plan, dict(zip(plan.program.arguments, given, strict=True)), drawn)
         for place, node in enumerate(outputs):
-            made[step, place] = node
-            if (step, place) in used:
-                stored[step, place] = _stored(graph, node) if place < plan.traced.new else node
+            if len(made) in used:
+                stored[len(made)] = _stored(graph, node) if place < plan.traced.new else node
+            made.append(node)
         drawn += plan.traced.draws
-    results = [made[where] for where in live]
+    results = [made[number] for number in live]
     for external, place in replaced:
         if external in externals and results[place] is not externals[external]:
             results[place] = _copied(graph, externals[external], results[place])
@@ -82,7 +82,7 @@ def _placeholders(graph: Graph, by_plan: Sequence[tuple[Plan, Sequence[Wire]]]) 
     for plan, inputs in by_plan:
         placeholders = [n for n in plan.traced.graph.graph.nodes if n.op == "placeholder"]
         for position, wire in zip(plan.program.arguments, inputs, strict=True):
-            if isinstance(wire, int):
+            if wire >= 0:
                 specs.setdefault(wire, placeholders[position].meta["val"])
     nodes = {}
     for number in sorted(specs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -30,7 +29,7 @@ class Plan:
     """What a call with a certain key does. ``run`` takes any call with that key; the first compiles the program.
 
     The program's outputs are new tensors, in the order of their Fresh, then the contents of the cells in ``written``.
-    ``parts`` says that it writes a part of a cell only.
+    ``results`` is how many they are; ``parts`` says that it writes a part of a cell only.
     ``recipe`` has a pair for each input: the place of a cell, or a function of the call that gives a host value.
     """
 
@@ -46,11 +45,10 @@ class Plan:
         "parts",
         "program",
         "recipe",
-        "serial",
+        "results",
         "traced",
         "writes",
     )
-    _made = itertools.count()
 
     def __init__(self, name: str, traced: Traced) -> None:
         """Lower the graph.
@@ -58,11 +56,12 @@ class Plan:
         Raises:
             UnsupportedOp, UnsupportedDtype: no rule for part of it.
         """
-        self.name, self.traced, self.serial = name, traced, next(self._made)
+        self.name, self.traced = name, traced
         self.program = lower_graph(traced.graph, name, donate=True)
         self.build = _builder(traced.tree)
         self.recipe = tuple(_recipe(traced.sources[position]) for position in self.program.arguments)
         self.writes = tuple((cell, traced.new + i) for i, cell in enumerate(traced.written))
+        self.results = traced.new + len(self.writes)
         self.parts = any(node.target is write_window for node in traced.graph.graph.nodes)
         self._execute: Any = None
 

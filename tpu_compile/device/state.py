@@ -19,6 +19,9 @@ class Runner(Protocol):
     def flush(self) -> None:
         """Run what was put off."""
 
+    def settled(self, deferred: Any) -> None:
+        """Take note that a cell is to hold a buffer in place of the Deferred that it was."""
+
 
 class DeviceState:
     """What every part of the device shares. There is one: ``device``.
