@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 
+from tpu_compile.lowering.composites import COMPOSITES
 from tpu_compile.lowering.determinants import DETERMINANTS
 from tpu_compile.lowering.foreach import list_decompositions
 from tpu_compile.lowering.recurrent import RECURRENT
@@ -33,6 +34,7 @@ def _without(ruled: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {
         **_core_aten_decompositions_post_autograd(),
         **get_decompositions(ALSO_DECOMPOSED),
+        **COMPOSITES,
         **DETERMINANTS,
         **list_decompositions(),
         **RECURRENT,
