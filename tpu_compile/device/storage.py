@@ -78,6 +78,11 @@ class Signature:
         """Whether the tensor is the buffer, axis for axis."""
         return self.mode == WHOLE and self.size == self.layout.dims and self.stride == row_major(self.size)
 
+    @property
+    def nothing(self) -> bool:
+        """Whether the tensor shows nothing of a buffer that holds something: writing to it leaves that as it is."""
+        return 0 in self.size and self.layout.numel > 0
+
 
 @dataclass(frozen=True, eq=False)
 class Window:

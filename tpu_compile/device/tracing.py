@@ -160,7 +160,7 @@ class _Trace:
         for name in schema.written:
             given = schema.argument(name, template.args, template.kwargs)
             uses = [use for use in _leaves(given) if isinstance(use, TensorUse)]
-            self.written += [use for use in uses if 0 not in use.signature.size]  # else its cell stays as it is
+            self.written += [use for use in uses if not use.signature.nothing]
         if any(
             s == 0 and n > 1 for u in self.written for n, s in zip(u.signature.size, u.signature.stride, strict=True)
         ):
