@@ -101,16 +101,20 @@ def _window(formula: _Window) -> _Window:
 
     def make(length: int, periodic: bool = True, *numbers: float, dtype: Any = None, **where: Any) -> Tensor:
         dtype, device = dtype or torch.get_default_dtype(), where.get("device")
+        if not dtype.is_floating_point:
+            raise RuntimeError(f"a window has floating point numbers, not {dtype}")
         if length < 2:
             return torch.ones(length, dtype=dtype, device=device)
         last = length if periodic else length - 1
-        return formula(torch.arange(length, dtype=dtype, device=device), last, *numbers)
+        wide = torch.promote_types(dtype, torch.float32)  # 16 bits would round each step
+        return formula(torch.arange(length, dtype=wide, device=device), last, *numbers).to(dtype)
 
     return make
 
 
 def _bartlett(places: Tensor, last: int) -> Tensor:
-    return 1 - (places * (2 / last) - 1).abs()
+    rising = places * (2 / last)
+    return torch.minimum(rising, 2 - rising)
 
 
 def _blackman(places: Tensor, last: int) -> Tensor:
@@ -137,8 +141,9 @@ def _conv_tbc(x: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
 
 
 def _sample_dirichlet(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    drawn = aten._standard_gamma(x, generator)
-    return drawn / drawn.sum(-1, keepdim=True)
+    """In float64, as torch has it: with small parameters all that is drawn would be 0 in float32."""
+    drawn = aten._standard_gamma(x.double(), generator)
+    return (drawn / drawn.sum(-1, keepdim=True)).to(x.dtype)
 
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {

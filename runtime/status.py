@@ -52,9 +52,8 @@ def excerpt(message: str) -> str:
 
 def out_of_memory(text: str, message: str, dump: str = "") -> OutOfMemory:
     """An OutOfMemory that says ``text``, with the sizes in PJRT's ``message``."""
-    from tpu_compile.runtime.exhausted import (
-        DeviceOutOfMemory,
-    )  # libtpu's worker has use for this module, not for torch
+    # Not above: libtpu's worker has use for this module, but none for torch.
+    from tpu_compile.runtime.exhausted import DeviceOutOfMemory
 
     for pattern in _MEMORY:
         if found := pattern.search(message):

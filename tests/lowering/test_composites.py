@@ -25,11 +25,17 @@ def _nothing_on_the_cpu():
 @pytest.mark.parametrize("periodic", [True, False])
 def test_windows(window: Callable[..., Tensor], periodic: bool) -> None:
     for length in (0, 1, 2, 7, 8):
-        for dtype in (None, torch.float64):
-            want = window(length, periodic, dtype=dtype)
+        for dtype in (None, torch.float64, torch.float16, torch.bfloat16):
+            wide = torch.promote_types(dtype or torch.float32, torch.float32)  # torch rounds each step in 16 bits
+            want = window(length, periodic, dtype=wide).to(dtype or torch.float32)
             torch.testing.assert_close(window(length, periodic, dtype=dtype, device="tpu").cpu(), want)
     compiled = torch.compile(lambda x: x * window(9, periodic), backend="tpu", fullgraph=True)
     torch.testing.assert_close(compiled(torch.ones(9)), window(9, periodic))
+
+
+def test_a_window_of_integers_is_torchs_error() -> None:
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.hamming_window(5, dtype=torch.int64, device="tpu")
 
 
 def test_windows_with_numbers_of_their_own() -> None:
@@ -83,3 +89,10 @@ def test_dirichlet() -> None:
     drawn = torch.distributions.Dirichlet(torch.tensor([1.0, 2.0, 3.0], device="tpu")).sample((4000,)).cpu()
     torch.testing.assert_close(drawn.sum(-1), torch.ones(4000))
     torch.testing.assert_close(drawn.mean(0), torch.tensor([1.0, 2.0, 3.0]) / 6, atol=0.02, rtol=0)
+
+
+def test_dirichlet_with_small_parameters() -> None:
+    torch.manual_seed(0)
+    small = torch.full((2000, 3), 0.01)
+    largest = [torch._sample_dirichlet(small.to(device)).cpu().amax(-1).mean() for device in ("tpu", "cpu")]
+    torch.testing.assert_close(largest[0], largest[1], atol=0.01, rtol=0)
