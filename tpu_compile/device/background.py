@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 MOST_WAITING = 16
@@ -15,7 +16,8 @@ class Background:
     """Runs jobs one after another."""
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[tuple[Callable[[], object], threading.Lock] | None] = queue.Queue(MOST_WAITING)
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], threading.Lock] | None] = queue.SimpleQueue()
+        self._latest: deque[threading.Lock] = deque()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._closed = False
@@ -23,7 +25,7 @@ class Background:
     def submit(self, job: Callable[[], object]) -> threading.Lock:
         """Run ``job`` after those submitted before; after one has failed, none runs until ``drain`` has said so.
 
-        Waits while ``MOST_WAITING`` others have not begun. Returns a lock that is held until the job is over.
+        Waits while ``MOST_WAITING`` others are not over. Returns a lock that is held until the job is over.
         """
         over = threading.Lock()
         if self._closed:
@@ -32,10 +34,15 @@ class Background:
         if self._thread is None or not self._thread.is_alive():
             if self._thread is None:
                 atexit.register(self.close)
-            self._jobs = queue.Queue(MOST_WAITING)  # a forked child's would hold what its parent's thread was to run
+            self._jobs = queue.SimpleQueue()  # a forked child's would hold what its parent's thread was to run
+            self._latest.clear()
             self._thread = threading.Thread(target=self._work, name="tpu_compile-deferred", daemon=True)
             self._thread.start()
         over.acquire()
+        if len(self._latest) >= MOST_WAITING:
+            with self._latest.popleft():
+                pass
+        self._latest.append(over)
         self._jobs.put((job, over))
         return over
 
