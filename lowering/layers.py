@@ -6,7 +6,8 @@ for each (parameters, saved activations). The last kind is stacked at the beginn
 while it runs. (A case that picks a turn's own would copy one layer at a time, but XLA compiles a copy for each
 branch: with 48 layers that takes as long as they do.) Results that are needed of every layer are collected in a
 stacked buffer; where another loop of the program reads them, in this order or the other way round, it takes the buffer
-as it is: a training step's backward, from its forward.
+as it is: a training step's backward, from its forward. Between programs of their own they pass stacked too
+(``stack_saved``): one returns ``aten.stack`` of them, the other reads ``aten.select`` of one argument.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ KEPT = 6
 results apart again is compiled for each layer, and many of them take longer than the layers would."""
 _CANDIDATES = 24
 _WRITES = torch.ops.aten.copy_.default
+_STACK, _SELECT, _SCAN = torch.ops.aten.stack.default, torch.ops.aten.select.int, torch.ops.higher_order.scan
 
 
-@dataclass
+@dataclass(eq=False)
 class Loop:
     """A stretch of a graph as a loop: ``turns[k]`` are the nodes of layer k.
 
@@ -62,27 +64,85 @@ class Loop:
     kept: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
 
-    def run_of(self, nodes: Sequence[Node]) -> tuple[int, int, bool] | None:
-        """(position among ``kept``, first layer, whether backwards) if ``nodes`` are one kept result of layers in a
-        row."""
-        place = self._places.get(nodes[0])
-        for step in (1, -1) if place else ():
-            assert place is not None
-            rank, first = place
-            if all(self._places.get(n) == (rank, first + step * k) for k, n in enumerate(nodes)):
-                return rank, min(first, first + step * (len(nodes) - 1)), step < 0
-        return None
-
     @functools.cached_property
-    def _places(self) -> dict[Node, tuple[int, int]]:
+    def places(self) -> dict[Node, tuple[int, int]]:
+        """(place among ``kept``, layer) of each kept result."""
         return {layer[q]: (rank, k) for rank, q in enumerate(self.kept) for k, layer in enumerate(self.turns)}
 
     def apart(self, loops: Sequence[Loop]) -> set[Node]:
-        """The kept results that something reads one at a time, and not as a row of ``loops``."""
+        """The kept results that something reads one at a time, and not as rows of what is stacked."""
         inside = {node for loop in loops for layer in loop.turns for node in layer}
-        odd = {n for loop in loops for n in (*loop.initial, *loop.shared)}
-        odd.update(n for loop in loops for nodes in loop.each if self.run_of(nodes) is None for n in nodes)
-        return {n for n in self._places if n in odd or any(user not in inside for user in n.users)}
+        singly = _singly(loops)
+        return {
+            n
+            for n in self.places
+            if n in singly or any(user not in inside and not _stacks(user, loops) for user in n.users)
+        }
+
+
+@dataclass
+class Piece:
+    """Nodes that are rows of one stack, one after another or backwards.
+
+    ``source``: the graph's argument whose rows they are, or (loop, place among ``kept``); None for a node that is no
+    row of anything.
+    """
+
+    source: Any
+    rows: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    def goes_on(self, source: Any, row: int) -> bool:
+        """Whether that row is the next one."""
+        if source is None or source != self.source:
+            return False
+        step = row - self.rows[-1]
+        return step == (self.rows[-1] - self.rows[-2]) if len(self.rows) > 1 else abs(step) == 1
+
+
+def pieces(nodes: Sequence[Node], loops: Sequence[Loop]) -> list[Piece]:
+    """What ``nodes`` are rows of."""
+    found: list[Piece] = []
+    for node in nodes:
+        source, row = _origin(node, loops)
+        if not (found and found[-1].goes_on(source, row)):
+            found.append(Piece(source))
+        found[-1].rows.append(row)
+        found[-1].nodes.append(node)
+    return found
+
+
+def _origin(node: Node, loops: Sequence[Loop]) -> tuple[Any, int]:
+    if row_of_argument(node):
+        return node.args[0], node.args[2]  # type: ignore[return-value]
+    for loop in loops:
+        if node in loop.places:
+            rank, row = loop.places[node]
+            return (loop, rank), row
+    return None, 0
+
+
+def row_of_argument(node: Node) -> bool:
+    """Whether a node is a row of an argument of the graph."""
+    if node.target is not _SELECT:
+        return False
+    source, axis, row = node.args
+    return isinstance(source, Node) and source.op == "placeholder" and bool(axis == 0) and type(row) is int and row >= 0
+
+
+def _singly(loops: Sequence[Loop]) -> set[Node]:
+    """What loops read that is no row of a stack, or one row of it only."""
+    found = {n for loop in loops for n in (*loop.initial, *loop.shared)}
+    rows = [piece for loop in loops for nodes in loop.each for piece in pieces(nodes, loops)]
+    return found.union(n for piece in rows if len(piece.rows) == 1 for n in piece.nodes)
+
+
+def _stacks(node: Node, loops: Sequence[Loop]) -> bool:
+    """Whether a node puts rows together that lie so already."""
+    if node.target is not _STACK or node.args[1:] not in ((), (0,)):
+        return False
+    found = pieces(node.args[0], loops)  # type: ignore[arg-type]
+    return len(found) == 1 and len(found[0].rows) > 1
 
 
 class Walk(Protocol):
@@ -102,12 +162,16 @@ class Walk(Protocol):
 
 def find(graph_module: GraphModule) -> list[Loop]:
     """The loops of a graph, in its order; none overlap."""
-    nodes = [n for n in graph_module.graph.nodes if n.op == "call_function" and not standing_alone(n)]
-    letters = [_letter(n) for n in nodes]
-    together = list(_loops(graph_module, nodes, letters, alone=False))
+    together = repetitions(graph_module)
     while unpaid := [loop for loop in together if not _pays(loop, together)]:
         together.remove(unpaid[0])
-    return together or list(_loops(graph_module, nodes, letters, alone=True))
+    return together or repetitions(graph_module, alone=True)
+
+
+def repetitions(graph_module: GraphModule, *, alone: bool = False) -> list[Loop]:
+    """What could be loops, whether they pay off or not. ``alone``: each does, whatever reads its results."""
+    nodes = [n for n in graph_module.graph.nodes if n.op.startswith("call_") and not standing_alone(n)]
+    return list(_loops(graph_module, nodes, [_letter(n) for n in nodes], alone=alone))
 
 
 def _pays(loop: Loop, loops: Sequence[Loop]) -> bool:
@@ -115,12 +179,11 @@ def _pays(loop: Loop, loops: Sequence[Loop]) -> bool:
 
 
 def standing_alone(node: Node) -> bool:
-    """What reads nothing can be made before any layer runs. The draws of a layer have numbers of their own."""
-    return node.op == "get_attr" or node.target is rng_key
+    """What reads an argument or nothing can be made before any layer runs. Draws and rows have numbers of their own."""
+    return node.op == "get_attr" or node.target is rng_key or row_of_argument(node)
 
 
 def _loops(graph_module: GraphModule, nodes: list[Node], letters: list[int], *, alone: bool) -> Iterator[Loop]:
-    """``alone``: each has to pay off whatever reads its results."""
     if len(nodes) < TURNS * NODES:
         return
     for start, period, turns in _stretches(letters):
@@ -137,8 +200,13 @@ def _letter(node: Node) -> int:
     """What a node computes, whatever it reads. What writes is like nothing else."""
     if node.target is _WRITES:
         return id(node)
-    shape = (map_arg((node.args, node.kwargs), lambda _: None), _spec(node.meta.get("val")))
-    return hash((node.target, repr(shape)))
+    shape = (map_arg((node.args, node.kwargs), lambda _: None), _spec(value(node)))
+    return hash((node.op, node.target, repr(shape)))
+
+
+def value(node: Node) -> Any:
+    """A node's FakeTensor, or whatever else it computes: as AOTAutograd notes it, or Dynamo."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _spec(value: Any) -> Any:
@@ -197,10 +265,10 @@ def _as_loop(graph_module: GraphModule, nodes: list[Node], start: int, period: i
         for slot in slots:
             if slot[0] != "inside" and slot not in inputs:
                 inputs[slot] = graph.placeholder(f"input_{len(inputs)}")
-                inputs[slot].meta["val"] = slot[2][0].meta.get("val")
+                inputs[slot].meta["val"] = value(slot[2][0])
         supply = iter([copies[slot[1]] if slot[0] == "inside" else inputs[slot] for slot in slots])
         args, kwargs = map_arg((node.args, node.kwargs), lambda _, supply=supply: next(supply))  # type: ignore[misc]
-        copies[q] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[q] = graph.create_node(node.op, node.target, args, kwargs)
         copies[q].meta = dict(node.meta)
     if not _outside(loop, place):
         return None
@@ -239,7 +307,7 @@ def _slots(same: list[Node], place: dict[Node, tuple[int, int]], position: int) 
 
 def _tensors(nodes: Sequence[Node]) -> bool:
     """Whether all are tensors, laid out alike."""
-    values = [n.meta.get("val") for n in nodes]
+    values = [value(n) for n in nodes]
     return all(isinstance(v, torch.Tensor) for v in values) and len(set(map(repr, map(_spec, values)))) == 1
 
 
@@ -248,7 +316,7 @@ def _outside(loop: Loop, place: dict[Node, tuple[int, int]]) -> bool:
     turns = len(loop.turns)
     for q in range(len(loop.turns[0])):
         readers = {k for k in range(turns) if any(user not in place for user in loop.turns[k][q].users)}
-        if readers and not isinstance(loop.turns[0][q].meta.get("val"), torch.Tensor):
+        if readers and not isinstance(value(loop.turns[0][q]), torch.Tensor):
             return False
         if readers == {turns - 1}:
             loop.last.append(q)
@@ -275,8 +343,8 @@ def _finish(loop: Loop, inputs: dict[Any, Node], copies: dict[int, Node]) -> Non
 # ---- lowering them
 
 
-Stacks = dict[int, list[Value]]
-"""The stacked results of the loops that were lowered, by their place among the graph's loops."""
+Stacks = dict[Loop, list[Value]]
+"""The stacked results of the loops that were lowered."""
 
 
 def lower(walk: Walk, loop: Loop, alone: Sequence[Node], loops: Sequence[Loop], done: Stacks) -> None:
@@ -304,7 +372,7 @@ def lower(walk: Walk, loop: Loop, alone: Sequence[Node], loops: Sequence[Loop], 
         return [following, *results[: len(carries)], *kept, *rest[len(loop.kept) :]]
 
     results = hlo.while_(state, condition, body)[1 + len(carries) :]
-    done[loops.index(loop)] = results[: len(loop.kept)]
+    done[loop] = results[: len(loop.kept)]
     apart = loop.apart(loops)
     for q, stacked in zip(loop.kept, results, strict=False):
         for k, layer in enumerate(loop.turns):
@@ -314,14 +382,18 @@ def lower(walk: Walk, loop: Loop, alone: Sequence[Node], loops: Sequence[Loop], 
 
 
 def _stacked(walk: Walk, nodes: Sequence[Node], loops: Sequence[Loop], done: Stacks) -> Value:
-    """What each layer has of its own, one after another: another loop's results as they lie, else put together."""
-    for index, results in done.items():
-        found = loops[index].run_of(nodes)
-        if found:
-            rank, first, backwards = found
-            row = hlo.slice_axis(results[rank], 0, first, first + len(nodes))
-            return hlo.reverse(row, [0]) if backwards else row
-    return hlo.concatenate([hlo.unsqueeze(walk.env[n], 0) for n in nodes], 0)
+    """What each layer has of its own, one after another: rows of a stack as they lie, else put together."""
+    found: list[Value] = []
+    for piece in pieces(nodes, loops):
+        rows = piece.rows
+        if len(rows) == 1:
+            found.append(hlo.unsqueeze(walk.env[piece.nodes[0]], 0))
+            continue
+        source = piece.source
+        stack = walk.env[source] if isinstance(source, Node) else done[source[0]][source[1]]
+        part = hlo.slice_axis(stack, 0, min(rows), max(rows) + 1)
+        found.append(hlo.reverse(part, [0]) if rows[0] > rows[1] else part)
+    return hlo.concatenate(found, 0)
 
 
 def _buffers(walk: Walk, loop: Loop) -> list[Value]:
@@ -348,22 +420,27 @@ class Loops:
 
     def __init__(self, graph_module: GraphModule, name: str) -> None:
         found = find(graph_module)
-        if not found:
+        if not found and not graph_module.graph.find_nodes(op="call_function", target=_SCAN):
             _say_none(name)
         self._loops, self._done = found, Stacks()
         self._first = {loop.turns[0][0]: loop for loop in found}
         self._inside = {node for loop in found for layer in loop.turns for node in layer}
-        self._alone = [n for n in graph_module.graph.nodes if standing_alone(n)]
+        nodes, singly = graph_module.graph.nodes, _singly(found)
+        self._stacks = {n for n in nodes if _stacks(n, found)}
+        self._rows = {n for n in nodes if row_of_argument(n) and n not in singly and self._inside.issuperset(n.users)}
+        self._alone = [n for n in nodes if standing_alone(n) and n not in self._rows]
 
     def __bool__(self) -> bool:
         return bool(self._first)
 
     def lower(self, walk: Walk, node: Node) -> bool:
-        """Whether the node belongs to a loop; lowers the loop at its first node."""
+        """Whether the node is a loop's affair; lowers the loop at its first node."""
         loop = self._first.get(node)
         if loop:
             lower(walk, loop, self._alone, self._loops, self._done)
-        return node in self._inside or node in walk.env
+        elif node in self._stacks:
+            walk.env[node] = _stacked(walk, node.args[0], self._loops, self._done)  # type: ignore[arg-type]
+        return node in self._inside or node in self._rows or node in walk.env
 
 
 @functools.cache

@@ -31,6 +31,8 @@ from tpu_compile.lowering.picks import sum_picks
 from tpu_compile.lowering.program import dense_order
 from tpu_compile.lowering.random import functionalize_random, functionalize_subgraphs
 from tpu_compile.lowering.recompute import asks_for_recomputation, recompute_late
+from tpu_compile.lowering.saving import stack_saved
+from tpu_compile.scanning import fold_layers
 from tpu_compile.warm.autograd import Keeper
 
 
@@ -124,6 +126,8 @@ def partition(joint: GraphModule, inputs: Any, **kwargs: Any) -> tuple[GraphModu
     if budget < 1 or asks_for_recomputation(joint):
         static = kwargs.get("static_lifetime_input_indices") or ()
         recompute_late(backward, {f"primals_{index + 1}" for index in static})
+    if config.scan_layers:
+        stack_saved(forward, backward, kwargs["num_fwd_outputs"])
     return forward, backward
 
 
@@ -137,12 +141,17 @@ def _save_densely(forward: GraphModule, backward: GraphModule, returned: int) ->
         reader = readers.get(getattr(node, "name", ""))
         if reader is None or node.op == "placeholder" or not _has_gaps(node.meta.get("val")):
             continue
-        with forward.graph.inserting_before(output):
+        with forward.graph.inserting_after(node):
             results[place] = dense = forward.graph.call_function(torch.ops.aten.clone.default, (node,))
         dense.meta = {**node.meta, "val": node.meta["val"].clone()}
-        reader.meta["val"] = dense.meta["val"]
+        with backward.graph.inserting_before(reader):
+            argument = backward.graph.placeholder(dense.name)
+        argument.meta = {**reader.meta, "val": dense.meta["val"]}
+        reader.replace_all_uses_with(argument)
+        backward.graph.erase_node(reader)
     output.args = (tuple(results),)
     forward.recompile()
+    backward.recompile()
 
 
 def _has_gaps(value: Any) -> bool:
@@ -164,6 +173,7 @@ def aot_graphs(
     """
 
     names = [_source(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    fold_layers(graph_module)
 
     def compiler(kind: str, graph: GraphModule, inputs: Sequence[Any]) -> Any:
         _drop_tokens(graph, len(inputs))

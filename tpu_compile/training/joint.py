@@ -18,6 +18,7 @@ from tpu_compile.errors import LoweringError, TpuCompileError
 from tpu_compile.lowering.decompositions import WhenNeeded
 from tpu_compile.lowering.random import functionalize_random
 from tpu_compile.lowering.recompute import asks_for_recomputation, recompute_late
+from tpu_compile.scanning import fold_layers
 
 aten = torch.ops.aten
 
@@ -92,6 +93,7 @@ class Backend:
 
     def _through_autograd(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphModule:
         run: Any = aot_module_simplified
+        fold_layers(graph_module)
         try:
             with functorch_config.patch(unlift_effect_tokens=True):
                 run(
