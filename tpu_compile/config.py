@@ -209,8 +209,8 @@ KNOBS: dict[str, Knob] = {
             "scan_layers",
             _bool,
             False,
-            "Compile layers that repeat as one loop, forward and backward: what follows Dynamo hardly grows with depth, "
-            "a call costs a copy of the layers' parameters.",
+            "Compile layers that repeat as one loop, forward and backward: what follows Dynamo hardly grows with "
+            "depth, a call costs a copy of the layers' parameters.",
             keyed=True,
         ),
         _knob(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,7 +54,7 @@ def _of_tensors(loop: Loop) -> bool:
 
 def _is_fixed(v: Any) -> bool:
     """Whether a value is a tensor of known sizes."""
-    return isinstance(v, torch.Tensor) and all(type(n) is int for n in (*v.shape, *v.stride()))
+    return isinstance(v, FakeTensor) and all(type(n) is int for n in (*v.shape, *v.stride()))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -96,16 +97,17 @@ def _draws(op: Any, args: Sequence[Any]) -> bool:
 
 
 def _fold(graph_module: GraphModule, loop: Loop, name: str) -> None:
-    graph, after = graph_module.graph, loop.turns[-1][-1].next
+    graph, after, said = graph_module.graph, loop.turns[-1][-1].next, loop.turns[0][0].meta
     graph_module.add_submodule(name, _body(loop))
     with graph.inserting_before(after):
         first = [graph.call_method("contiguous", (n,)) for n in loop.initial]
         rows = [graph.call_function(torch.stack, (list(nodes),)) for nodes in loop.each]
         scan = graph.call_function(_SCAN, (graph.get_attr(name), first, rows, tuple(loop.shared)))
         handed = {q: graph.call_function(operator.getitem, (scan, i)) for i, q in enumerate(loop.carried)}
-        kept = [
-            graph.call_function(operator.getitem, (scan, i)) for i in range(len(first), len(first) + len(loop.kept))
-        ]
+        ys = range(len(first), len(first) + len(loop.kept))
+        kept = [graph.call_function(operator.getitem, (scan, i)) for i in ys]
+        for node in (*first, *rows, scan):
+            node.meta = {key: said[key] for key in ("stack_trace", "nn_module_stack") if key in said}
         inside = {n for layer in loop.turns for n in layer}
         for q in loop.last:
             _replace(loop.turns[-1][q], handed[q], inside)
