@@ -209,7 +209,7 @@ KNOBS: dict[str, Knob] = {
             "scan_layers",
             _bool,
             False,
-            "Compile layers that repeat as one loop, forward and backward: what follows Dynamo hardly grows with "
+            "Compile layers that repeat as one loop, forward and backward: what follows Dynamo grows little with "
             "depth, a call costs a copy of the layers' parameters.",
             keyed=True,
         ),

@@ -15,6 +15,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_compile.config import config
@@ -62,7 +63,8 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_pure(loop: Loop) -> bool:
-    """Whether a layer only computes its results: it changes no state of torch, writes nothing and draws nothing."""
+    """Whether a layer only computes new results: it changes no state of torch, writes nothing, draws nothing, and hands
+    out no memory twice, for somebody to write to later."""
     nodes = [n for n in loop.body.graph.nodes if n.op.startswith("call_")]
     if any(not n.users or isinstance(n.target, HigherOrderOperator) for n in nodes):
         return False
@@ -70,10 +72,15 @@ def _is_pure(loop: Loop) -> bool:
     with torch.no_grad(), fakes[0].fake_mode, _Watch() as seen:  # type: ignore[no-untyped-call]
         loop.body.recompile()
         try:
-            loop.body(*fakes)
+            results = loop.body(*fakes)
         except (RuntimeError, NotImplementedError):  # a value decides how it goes on
             return False
-    return bool(seen.pure)
+    made = {q: _memory(t) for q, t in zip((*loop.carried, *loop.kept), results, strict=False)}
+    return bool(seen.pure) and len({*made.values(), *map(_memory, fakes)}) == len(made) + len({*map(_memory, fakes)})
+
+
+def _memory(t: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(t.untyped_storage())
 
 
 class _Watch(TorchDispatchMode):

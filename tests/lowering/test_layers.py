@@ -149,7 +149,32 @@ def test_layers_in_autocast_compute_in_its_dtype(inside):
         text = program(model, *args)
         with torch.no_grad():
             torch.testing.assert_close(scanned(model)(*args), model(*args), rtol=2e-2, atol=2e-2)
+        torch._dynamo.reset()
+        for ours, unrolled in zip(through(scanned(model), *args), through(plain(model), *args), strict=True):
+            torch.testing.assert_close(ours, unrolled, rtol=2e-2, atol=2e-2)
     assert "stablehlo.while" in text and "xbf16" in text
+
+
+def test_what_is_written_to_after_the_layers_keeps_its_aliases():
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x, scale):
+            seen, flat = [], []
+            for block in self.blocks:
+                x = block(x, scale)
+                seen.append(x)
+                flat.append(x.view(-1))
+            for each in seen:
+                each.mul_(2)
+            return flat
+
+    torch.manual_seed(0)
+    model, args = Written(), inputs()
+    with torch.no_grad():
+        torch.testing.assert_close(scanned(model)(*args), model(*args))
 
 
 def test_sizes_that_are_symbols_and_layers_in_part_without_gradients():
